@@ -1,0 +1,1 @@
+"""Rulers: what judges an engine against the original. Nothing is here yet."""

@@ -32,8 +32,12 @@ class Workspace:
         held = self._buffers.get((name, dtype))
         if held is None or held.size < count:
             if self.device.capturing:
-                raise DeviceError(f"scratch {name!r} must grow to {count} elements inside a capture: run once directly")
-            self._buffers[(name, dtype)] = held = self.device.empty((max(count, 2 * (held.size if held else 0)),), dtype)
+                raise DeviceError(
+                    f"scratch {name!r} must grow to {count} elements inside a capture: run once directly"
+                )
+            self._buffers[(name, dtype)] = held = self.device.empty(
+                (max(count, 2 * (held.size if held else 0)),), dtype
+            )
             self.generation += 1
         return held.view(0, shape, dtype)
 

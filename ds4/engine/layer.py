@@ -1,0 +1,237 @@
+"""The layer, once: `step.py` and `prefill.py` both call it, and nothing else computes anything of the model.
+
+Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs them, and
+the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after the layer.
+
+Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index logits,
+compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds4.device import Buffer, Device
+from ds4.engine.ops.attention import attention
+from ds4.engine.ops.compress import compress_commit, compress_pool, compress_store, index_keys
+from ds4.engine.ops.embed import embed
+from ds4.engine.ops.engram import engram_decode, engram_gate
+from ds4.engine.ops.experts import experts, moe_sum, swiglu
+from ds4.engine.ops.hyper import collapse_norm, expand, mixes
+from ds4.engine.ops.index import index_query, index_select, mask_words
+from ds4.engine.ops.kv import window_commit, window_kv
+from ds4.engine.ops.linear import linear
+from ds4.engine.ops.norm import rms_norm
+from ds4.engine.ops.rope import rope_query
+from ds4.engine.ops.router import route
+from ds4.engine.scratch import Workspace
+from ds4.engine.state import SequenceState
+from ds4.engine.weights import LayerWeights, ModelWeights
+from ds4.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What a pass rounds: `act` "bf16" or "f32" between blocks, `kv` "fp4" (as stored) or "f32"."""
+
+    act: str = "bf16"
+    kv: str = "fp4"
+
+
+@dataclass
+class Pass:
+    """R consecutive positions of one sequence on their way through the layers.
+
+    x f32 [R, S, D], pre f32 [R, S] (what the next block collapses with), pos i32 [R], ids i32 [R]; engram rows u8
+    [R, columns, row bytes] a slot; picks i32 [R, topk] and the candidate mask live from an index source to the next.
+    """
+
+    device: Device
+    ws: Workspace
+    config: ModelConfig
+    numerics: Numerics
+    family: str  # "step" or "prefill"
+    state: SequenceState
+    R: int
+    x: Buffer
+    pre: Buffer
+    pos: Buffer
+    engram_rows: tuple[Buffer, ...]
+    published: dict[int, int]  # index source -> owner whose keys it scores, where that is not its own
+
+    def temp(self, name: str, *shape: int, dtype: str | None = None) -> Buffer:
+        """Scratch of the activation dtype unless said otherwise."""
+        return self.ws.get(name, shape, dtype or self.numerics.act)
+
+    @property
+    def picks(self) -> Buffer:
+        return self.ws.get("picks", (self.R, self.config.index_topk), "i32")
+
+    @property
+    def mask(self) -> Buffer:
+        rows = -(-self.state.capacity // max(1, self.config.compress_ratios[self.config.candidate_source_layer_id]))
+        return self.ws.get("candidates", (self.R, mask_words(rows, self.config.candidate_block_size)), "u32")
+
+
+def begin(p: Pass, w: ModelWeights, ids: Buffer, one_hot: Buffer) -> None:
+    """Embed the ids into every stream; the first block collapses with (1, 0, 0, ...)."""
+    embed(p.device, w.embed, p.x, ids, p.R, p.config.hc_mult)
+    p.device.copy(p.pre, one_hot, 4 * p.R * p.config.hc_mult)
+
+
+def apply_engram(p: Pass, lw: LayerWeights) -> None:
+    """Add the n-gram value to every stream through its gate (model-text 9.3)."""
+    if lw.engram is None:
+        return
+    c, dev = p.config, p.device
+    slot = c.engram_slot(lw.layer)
+    assert slot is not None
+    e = p.temp("engram_e", p.R, c.engram_columns * c.engram_head_dim)
+    engram_decode(dev, e, p.engram_rows[slot], p.R)
+    kv = p.temp("engram_kv", p.R, (c.hc_mult + 1) * c.hidden_size, dtype="f32")
+    linear(dev, p.ws, p.family, lw.engram.wkv, kv, e, p.R)
+    engram_gate(dev, p.x, kv, lw.engram.q, lw.engram.k, p.R, c.rms_norm_eps, None)
+
+
+def _mix(p: Pass, name: str) -> tuple[Buffer, Buffer]:
+    S = p.config.hc_mult
+    return p.temp(f"{name}_post", p.R, S, dtype="f32"), p.temp(f"{name}_comb", p.R, S, S, dtype="f32")
+
+
+def attention_input(p: Pass, lw: LayerWeights) -> Buffer:
+    """Attention's mixes from the streams as they are, then its normed input A [R, D]."""
+    c = p.config
+    pre = p.temp("attn_pre", p.R, c.hc_mult, dtype="f32")
+    post, comb = _mix(p, "attn")
+    mixes(p.device, p.ws, lw.hyper_attn, p.x, pre, post, comb, p.R)
+    y = p.temp("block_in", p.R, c.hidden_size)
+    collapse_norm(p.device, y, p.x, p.pre, lw.attn_norm, p.R, c.rms_norm_eps)
+    return y
+
+
+def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
+    """A kv source's part for all rows: close groups, store compressed rows and index keys (model-text 5.5, 5.6)."""
+    comp = lw.compressor
+    if comp is None:
+        return
+    c, dev, R, rows = p.config, p.device, p.R, p.state.sources[lw.layer]
+    a = p.temp("compress_a", R, c.head_dim, dtype="f32")
+    linear(dev, p.ws, p.family, comp.kv, a, y, R)
+    g = None
+    if comp.gate is not None:
+        g = p.temp("compress_g", R, c.head_dim, dtype="f32")
+        linear(dev, p.ws, p.family, comp.gate, g, y, R)
+    lat = p.temp("latent", R, c.head_dim)
+    compress_pool(dev, lat, a, g, rows.partial, comp.norm, p.pos, R, lw.ratio, c.rms_norm_eps)
+    if rows.partial is not None and g is not None:
+        compress_commit(dev, rows.partial, a, g, p.pos, R)
+    key = p.temp("index_key", R, c.index_head_dim, dtype="f32")
+    linear(dev, p.ws, p.family, comp.index_key, key, lat, R)
+    index_keys(dev, rows.keys, key, comp.index_key_norm, p.pos, lw.freq, R, lw.ratio, c.rms_norm_eps)
+    compress_store(dev, rows.comp, lat, p.pos, lw.freq, R, lw.ratio)
+
+
+def _select(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> None:
+    """An index source's picks for every row (model-text 5.6); later layers reuse them."""
+    c, dev, R = p.config, p.device, p.R
+    if lw.indexer is None:
+        return
+    q = p.temp("index_q", R, c.index_n_heads, c.index_head_dim, dtype="f32")
+    linear(dev, p.ws, p.family, lw.indexer.query, q, qr, R)
+    index_query(dev, q, p.pos, lw.freq, R, p.numerics.kv)
+    w = p.temp("index_w", R, c.index_n_heads, dtype="f32")
+    linear(dev, p.ws, p.family, lw.indexer.weights, w, y, R)
+    owner = c.kv_owner(lw.layer)
+    assert owner is not None
+    candidates = None
+    if lw.layer == c.candidate_source_layer_id:
+        candidates = ("make", p.mask)
+    elif c.uses_candidates(lw.layer):
+        candidates = ("use", p.mask)
+    keys = p.state.sources[p.published.get(lw.layer, owner)].keys
+    factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+    index_select(
+        dev, p.ws, p.family, p.picks, q, w, keys, p.pos, R,
+        ratio=lw.ratio, capacity=-(-p.state.capacity // lw.ratio), factor=factor, candidates=candidates,
+        block_size=c.candidate_block_size, topk_blocks=c.candidate_topk_blocks,
+    )  # fmt: skip
+
+
+def attend(p: Pass, lw: LayerWeights, y: Buffer) -> None:
+    """Attention of the rows and its way back into the streams (model-text 5.4)."""
+    c, dev, R, fam = p.config, p.device, p.R, p.family
+    H, K = c.num_attention_heads, c.head_dim
+    qa = p.temp("q_a", R, c.q_lora_rank)
+    linear(dev, p.ws, fam, lw.q_a, qa, y, R)
+    qr = p.temp("q_r", R, c.q_lora_rank)
+    rms_norm(dev, qr, qa, lw.q_a_norm, R, c.q_lora_rank, c.rms_norm_eps)
+    q = p.temp("q", R, H, K)
+    linear(dev, p.ws, fam, lw.q_b, q, qr, R)
+    rope_query(dev, q, p.pos, lw.freq, R)
+    kv = p.temp("kv", R, K)
+    linear(dev, p.ws, fam, lw.kv, kv, y, R)
+    chunk = p.ws.get("window_chunk", p.state.layout.window_shape(R), p.state.layout.dtype)
+    window_kv(dev, chunk, kv, lw.kv_norm, p.pos, lw.freq, R, c.rms_norm_eps)
+    comp = picks = None
+    if lw.ratio:
+        owner = c.kv_owner(lw.layer)
+        assert owner is not None
+        _select(p, lw, y, qr)
+        comp, picks = p.state.sources[owner].comp, p.picks
+    out = p.temp("attn_out", R, H, K)
+    ring = p.state.rings[lw.layer]
+    attention(
+        dev, p.ws, fam, out, q, ring, chunk, comp, picks, lw.sinks, p.pos, lw.freq,
+        p.state.first_slot(lw.layer), R, window=c.sliding_window,
+    )  # fmt: skip
+    window_commit(dev, ring, chunk, p.pos, R)
+    u = p.temp("attn_u", R, c.o_groups * c.o_lora_rank)
+    linear(dev, p.ws, fam, lw.out_a, u, out, R, groups=c.o_groups)
+    back = p.temp("block_out", R, c.hidden_size)
+    linear(dev, p.ws, fam, lw.out_b, back, u, R)
+    post, comb = _mix(p, "attn")
+    expand(dev, p.x, back, post, comb, R)
+
+
+def feed_forward(p: Pass, lw: LayerWeights) -> None:
+    """Router, chosen experts and the shared one; attention's own `pre` collapses the input (model-text 5, 7)."""
+    c, dev, R, fam = p.config, p.device, p.R, p.family
+    F, k = c.moe_intermediate_size, c.num_experts_per_tok
+    post, comb = _mix(p, "ffn")
+    mixes(dev, p.ws, lw.hyper_ffn, p.x, p.pre, post, comb, R)
+    z = p.temp("block_in", R, c.hidden_size)
+    collapse_norm(dev, z, p.x, p.temp("attn_pre", R, c.hc_mult, dtype="f32"), lw.ffn_norm, R, c.rms_norm_eps)
+    logits = p.temp("router_logits", R, c.n_routed_experts, dtype="f32")
+    linear(dev, p.ws, fam, lw.router, logits, z, R)
+    chosen, weights = p.temp("experts_chosen", R, k, dtype="i32"), p.temp("expert_weights", R, k, dtype="f32")
+    route(dev, p.ws, logits, lw.router_bias, chosen, weights, R, c)
+    slots = p.temp("expert_out", R, k, c.hidden_size, dtype="f32")
+    experts(dev, p.ws, fam, lw.experts, slots, z, chosen, weights, R)
+    gate, up, h = p.temp("shared_g", R, F), p.temp("shared_u", R, F), p.temp("shared_h", R, F)
+    linear(dev, p.ws, fam, lw.shared_gate, gate, z, R)
+    linear(dev, p.ws, fam, lw.shared_up, up, z, R)
+    swiglu(dev, h, gate, up, R, F, c.swiglu_limit)
+    shared = p.temp("shared_out", R, c.hidden_size)
+    linear(dev, p.ws, fam, lw.shared_down, shared, h, R)
+    out = p.temp("block_out", R, c.hidden_size)
+    moe_sum(dev, out, slots, shared, R)
+    expand(dev, p.x, out, post, comb, R)
+
+
+def run_layer(p: Pass, lw: LayerWeights) -> None:
+    """One whole layer for every row of the pass."""
+    apply_engram(p, lw)
+    y = attention_input(p, lw)
+    publish(p, lw, y)
+    attend(p, lw, y)
+    feed_forward(p, lw)
+
+
+def head(p: Pass, w: ModelWeights, logits: Buffer, start: int, count: int) -> None:
+    """Logits f32 [count, V] of rows start .. start + count - 1: collapse with the last FFN's pre, norm, output head."""
+    c, S, D = p.config, p.config.hc_mult, p.config.hidden_size
+    x = p.x.view(4 * start * S * D, (count, S, D), "f32")
+    pre = p.pre.view(4 * start * S, (count, S), "f32")
+    h = p.ws.get("head_in", (count, D), p.numerics.act)
+    collapse_norm(p.device, h, x, pre, w.norm, count, c.rms_norm_eps)
+    linear(p.device, p.ws, p.family, w.head, logits, h, count)

@@ -1,0 +1,240 @@
+"""What all views of one opened device share: context, streams, memory, pending frees.
+
+Everything is submitted to one stream unless the caller names another. A device belongs to one thread at a time;
+moving it to another thread is fine, two threads at once are not.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds4.device.driver import Driver
+from ds4.device.memory import Allocation, Array, Buffer
+from ds4.errors import CapacityError, DeviceError
+
+STAGED = 1 << 20  # a larger host array is waited for instead of copied aside
+GRAVEYARD = 256 << 20  # bytes of dropped memory that may wait for a synchronisation
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """Facts about the device, asked once.
+
+    Attributes:
+        name: as the driver says.   driver: "nvidia" or "simt".   cc: compute capability, (12, 1).
+        arch: "sm_121".   n_sm: multiprocessors.   smem_per_block: bytes, the opt-in limit.
+        threads_per_block, regs_per_block: limits.   memory: bytes.
+    """
+
+    name: str
+    driver: str
+    cc: tuple[int, int]
+    arch: str
+    n_sm: int
+    smem_per_block: int
+    threads_per_block: int
+    regs_per_block: int
+    memory: int
+
+
+class Stream:
+    """A queue of work; work on different streams is ordered only by events."""
+
+    def __init__(self, context: Context) -> None:
+        flags = context.driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.context = context
+        self.handle = context.call("cuStreamCreate", flags.value)
+
+    def wait(self, event: Event) -> None:
+        """Later work of this stream waits for `event`."""
+        self.context.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def sync(self) -> None:
+        """Wait on the host for all work submitted here."""
+        self.context.refuse_in_capture("stream.sync()")
+        self.context.call("cuStreamSynchronize", self.handle)
+
+    def __del__(self) -> None:
+        if not self.context.closed and hasattr(self, "handle"):
+            self.context.driver.api.cuStreamDestroy(self.handle)
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.handle = context.call("cuEventCreate", 0)
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Put the mark after the work submitted so far."""
+        self.context.call("cuEventRecord", self.handle, (stream or self.context.stream).handle)
+        return self
+
+    def sync(self) -> None:
+        """Wait on the host until the mark is passed."""
+        self.context.refuse_in_capture("event.sync()")
+        self.context.call("cuEventSynchronize", self.handle)
+
+    def elapsed_ms(self, since: Event) -> float:
+        """Milliseconds from `since` to this; both must be passed."""
+        return float(self.context.call("cuEventElapsedTime", since.handle, self.handle))
+
+    def __del__(self) -> None:
+        if not self.context.closed and hasattr(self, "handle"):
+            self.context.driver.api.cuEventDestroy(self.handle)
+
+
+class Context:
+    """The device's primary context and what lives in it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.closed = False
+        self.capturing = False
+        self.captured: dict[int, Allocation] = {}  # memory that the graph under capture uses
+        self.captured_launches = 0
+        self.modules: dict[object, Any] = {}
+        self._dropped: list[tuple[int, int]] = []
+        self._dropped_bytes = 0
+        self._staged: list[Array] = []
+        self._thread = 0
+        device = driver.call("cuDeviceGet", 0)
+        self._context = driver.call("cuDevicePrimaryCtxRetain", device)
+        self.bind_thread()
+        self.info = self._ask(device)
+        self.stream = Stream(self)
+
+    def _ask(self, device: Any) -> DeviceInfo:
+        names = self.driver.api.CUdevice_attribute
+
+        def ask(what: str) -> int:
+            return int(
+                self.driver.call("cuDeviceGetAttribute", getattr(names, f"CU_DEVICE_ATTRIBUTE_{what}"), device)
+            )
+
+        cc = ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR")
+        name = self.driver.call("cuDeviceGetName", 256, device)
+        return DeviceInfo(
+            name=name.split(b"\0")[0].decode(),
+            driver=self.driver.kind,
+            cc=cc,
+            arch=f"sm_{cc[0]}{cc[1]}",
+            n_sm=ask("MULTIPROCESSOR_COUNT"),
+            smem_per_block=ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            threads_per_block=ask("MAX_THREADS_PER_BLOCK"),
+            regs_per_block=ask("MAX_REGISTERS_PER_BLOCK"),
+            memory=int(self.driver.call("cuMemGetInfo")[1]),
+        )
+
+    def bind_thread(self) -> None:
+        """Make the context current in the calling thread, if it is not."""
+        if threading.get_ident() != self._thread:
+            self.driver.call("cuCtxSetCurrent", self._context)
+            self._thread = threading.get_ident()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A driver call in this context."""
+        if threading.get_ident() != self._thread:
+            self.bind_thread()
+        return self.driver.call(name, *args)
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise if a graph is being captured: `what` would not be part of it, or cannot be."""
+        if self.capturing:
+            raise DeviceError(f"{what} inside a capture: a graph holds launches, copies and fills only; do it before")
+
+    # -- memory
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """At least one byte of memory, aligned to 256.
+
+        Raises:
+            CapacityError: the device has not enough.   DeviceError: a graph is being captured.
+        """
+        self.refuse_in_capture(f"allocation of {nbytes} bytes")
+        if self._dropped_bytes > GRAVEYARD:
+            self.sync()
+        try:
+            ptr = self.call("cuMemAlloc", max(nbytes, 1))
+        except DeviceError as e:
+            if "OUT_OF_MEMORY" not in str(e):
+                raise
+            self.sync()  # gives back what was dropped
+            try:
+                ptr = self.call("cuMemAlloc", max(nbytes, 1))
+            except DeviceError as again:
+                raise CapacityError(f"no {nbytes:,} bytes of device memory on {self.info.name}: {again}") from again
+        return Allocation(self, int(ptr), nbytes)
+
+    def bury(self, ptr: int, nbytes: int) -> None:
+        """Free `ptr` at the next synchronisation. May be called by the garbage collector, in any thread."""
+        if not self.closed:
+            self._dropped.append((ptr, nbytes))
+            self._dropped_bytes += nbytes
+
+    def free(self, allocation: Allocation) -> None:
+        """See `Buffer.free`."""
+        self.refuse_in_capture("free")
+        if allocation.freed:
+            raise DeviceError(f"device memory at {allocation.ptr:#x} is freed twice")
+        if allocation.graphs:
+            raise DeviceError(
+                f"device memory at {allocation.ptr:#x} is used by a captured graph: drop the graph first"
+            )
+        self.sync()
+        allocation.freed = True
+        self.call("cuMemFree", allocation.ptr)
+
+    def sync(self) -> None:
+        """Wait for all work on all streams; give back dropped memory."""
+        self.refuse_in_capture("sync()")
+        self.call("cuCtxSynchronize")
+        self._staged.clear()
+        while self._dropped:
+            ptr, nbytes = self._dropped.pop()
+            self._dropped_bytes -= nbytes
+            self.call("cuMemFree", ptr)
+
+    def write(self, buffer: Buffer, array: Array, offset_bytes: int) -> None:
+        """See `Buffer.write`."""
+        self.refuse_in_capture("write from the host")
+        source = np.ascontiguousarray(array)
+        if offset_bytes < 0 or offset_bytes + source.nbytes > buffer.nbytes:
+            end = offset_bytes + source.nbytes
+            raise DeviceError(
+                f"write of bytes {offset_bytes}..{end} reaches outside {buffer!r} of {buffer.nbytes} bytes"
+            )
+        self.refuse_freed(buffer)
+        if source.nbytes == 0:
+            return
+        large = source.nbytes > STAGED
+        if not large:  # the copy may be asynchronous: it reads an array that nobody changes
+            source = source.copy() if source is array or source.base is not None else source
+            self._staged.append(source)
+            if len(self._staged) > 512:
+                self.stream.sync()
+                self._staged = [source]
+        target = buffer.ptr + offset_bytes
+        self.call("cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream.handle)
+        if large:
+            self.stream.sync()
+
+    def read(self, buffer: Buffer) -> Array:
+        """The buffer's elements on the host, after all work submitted before on the main stream."""
+        self.refuse_in_capture("download")
+        self.refuse_freed(buffer)
+        array = np.empty(buffer.shape, buffer.numpy)
+        if array.nbytes:
+            self.call("cuMemcpyDtoHAsync", array.ctypes.data, buffer.ptr, array.nbytes, self.stream.handle)
+            self.stream.sync()
+        return array
+
+    def refuse_freed(self, buffer: Buffer) -> None:
+        """Raise if the buffer's memory was given back."""
+        if buffer.allocation.freed:
+            raise DeviceError(f"{buffer!r} was freed")

@@ -1,10 +1,11 @@
 """The layer, once: `step.py` and `prefill.py` both call it, and nothing else computes anything of the model.
 
-Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs them, and
-the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after the layer.
+Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs
+them, and the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after
+the layer.
 
-Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index logits,
-compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
+Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index
+logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
 """
 
 from __future__ import annotations
@@ -228,7 +229,9 @@ def run_layer(p: Pass, lw: LayerWeights) -> None:
 
 
 def head(p: Pass, w: ModelWeights, logits: Buffer, start: int, count: int) -> None:
-    """Logits f32 [count, V] of rows start .. start + count - 1: collapse with the last FFN's pre, norm, output head."""
+    """Logits f32 [count, V] of rows start .. start + count - 1: collapse with the last FFN's pre, norm, output
+    head.
+    """
     c, S, D = p.config, p.config.hc_mult, p.config.hidden_size
     x = p.x.view(4 * start * S * D, (count, S, D), "f32")
     pre = p.pre.view(4 * start * S, (count, S), "f32")

@@ -1,12 +1,12 @@
 """All that resumes a sequence, on the device: one object, one layout; snapshot and restore are its methods.
 
-Per layer a ring of window rows; per kv source the compressed rows, the index keys and the open group. Rings and open groups
-are longer than the model needs by `SLACK` positions, so that the newest tokens can be taken back without copies: what a
-later position wrote over is older than anything that the earlier one can see. Compressed rows beyond a position's count are
-masked by every reader and rewritten when the group closes again.
+Per layer a ring of window rows; per kv source the compressed rows, the index keys and the open group. Rings and open
+groups are longer than the model needs by `SLACK` positions, so that the newest tokens can be taken back without
+copies: what a later position wrote over is older than anything that the earlier one can see. Compressed rows beyond a
+position's count are masked by every reader and rewritten when the group closes again.
 
-`first` holds two device slots: the lowest position whose window row exists, for the layers below the last kv source and for
-those from it on (they differ after a bounded replay, model-text 8.2).
+`first` holds two device slots: the lowest position whose window row exists, for the layers below the last kv source
+and for those from it on (they differ after a bounded replay, model-text 8.2).
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class SequenceState:
         self.reserve(LEAST_CAPACITY)
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for `tokens` tokens: doubles until they fit. True if buffers moved (captured graphs are then stale)."""
+        """Make room for `tokens` tokens: doubles until they fit. True if buffers moved (captured graphs are then
+        stale).
+        """
         limit = self.config.max_position_embeddings
         if tokens > limit:
             raise CapacityError(f"{tokens} tokens do not fit the model's context of {limit}")

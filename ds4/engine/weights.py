@@ -1,8 +1,8 @@
 """Names become fields, once; weights are placed on the device, once.
 
-After `place` no tensor is looked up by name. Norm weights, biases, sinks and hyper-connection tensors are float32 on the
-device whatever their type in the file; matrices keep their block type (`Weight`), experts their indices and codebook.
-Draft-stage tensors (`mtp.*`) are not placed: nothing reads them yet.
+After `place` no tensor is looked up by name. Norm weights, biases, sinks and hyper-connection tensors are float32 on
+the device whatever their type in the file; matrices keep their block type (`Weight`), experts their indices and
+codebook. Draft-stage tensors (`mtp.*`) are not placed: nothing reads them yet.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class _Placer:
         form = FORMATS.get(info.type_id)
         if form is None or len(info.dims) != 2:
             raise FileFormatError(
-                f"{self.base.path}: tensor {name} has type id {info.type_id} and dims {info.dims}; a matrix needs one of "
-                f"{sorted(FORMATS)} and two dims"
+                f"{self.base.path}: tensor {name} has type id {info.type_id} and dims {info.dims}; "
+                f"a matrix needs one of {sorted(FORMATS)} and two dims"
             )
         cols, rows = info.dims
         return place_weight(self.device, form, self.base.raw(name), rows, cols)

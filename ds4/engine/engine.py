@@ -1,0 +1,137 @@
+"""A base file becomes a model on a device, and hands out sessions.
+
+Opening reads headers, tables, gains and codebooks (ds4.base refuses what it does not know), places every weight once
+and keeps the n-gram tables on disk behind the row store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds4.base import Base
+from ds4.device import Device
+from ds4.engine.layer import Numerics
+from ds4.engine.ngrams import NgramFeed
+from ds4.engine.scratch import Workspace
+from ds4.engine.session import Session, SessionOptions
+from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
+from ds4.engram.hash import EngramTables
+from ds4.engram.store import RowStore
+from ds4.errors import CapacityError, UsageError
+from ds4.model.config import ModelConfig
+from ds4.model.tokenizer import Tokenizer
+
+CHOICES = {
+    "activations": ("bf16", "f32"),
+    "kv": ("fp4", "f32"),
+    "prefill": ("full", "replay"),
+    "index_keys": ("owner", "released"),
+}
+
+
+@dataclass
+class Engine:
+    """One model on one device."""
+
+    base: Base
+    device: Device
+    tokenizer: Tokenizer
+    weights: ModelWeights
+    feed: NgramFeed
+    options: SessionOptions
+    workspace: Workspace
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.base.config
+
+    @property
+    def name(self) -> str:
+        """What the server calls the model: the file's stem."""
+        return Path(self.base.path).stem
+
+    @staticmethod
+    def open(
+        path: str | Path,
+        *,
+        engram_dir: str | Path | None = None,
+        activations: str = "bf16",
+        kv: str = "fp4",
+        prefill: str = "full",
+        index_keys: str = "owner",
+        chunk: int = 512,
+        graphs: bool = True,
+        device: Device | None = None,
+        mem_budget_mb: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        """Open a base file.
+
+        Args:
+            engram_dir: folder of the two n-gram shards; beside the base if not given.
+            activations: "bf16", or "f32" to compare with a float32 reference (prefill then by FMA).
+            kv: "fp4" as stored, or "f32".
+            prefill: "full", or "replay" (bounded; prefill.py).
+            index_keys: "owner", or "released" (the vendor's decode quirk, model-text 6).
+            chunk: positions a prefill pass.
+            mem_budget_mb: refuse to place more than this.
+
+        Raises:
+            UsageError: an option outside its choices.
+            FileFormatError: the file, by name and place.
+            CapacityError: weights over the budget or over the memory that is there.
+            DeviceError: no driver, no compiler.
+        """
+        given = {"activations": activations, "kv": kv, "prefill": prefill, "index_keys": index_keys}
+        for key, value in given.items():
+            if value not in CHOICES[key]:
+                raise UsageError(f"{key} is {value!r}; choose one of {', '.join(CHOICES[key])}")
+        if chunk < 1:
+            raise UsageError(f"chunk is {chunk}; it must be at least 1")
+        base = Base.open(path, engram_dir)
+        _check_memory(base, mem_budget_mb)
+        tokenizer = Tokenizer.from_base(base.tokenizer_data())
+        stores = []
+        for g in range(len(base.config.engram_layer_ids)):
+            table = base.engram_table(g)
+            stores.append(RowStore(table.path, table.weight_offset, table.scale_offset, table.rows, table.head_dim))
+        feed = NgramFeed(base.config, EngramTables(*base.engram_tensors()), stores)
+        dev = (device or Device.open()).with_constants(kernel_constants(base.config))
+        weights = place(base, dev, progress)
+        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs)
+        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev))
+
+    def session(self) -> Session:
+        """A new, empty sequence."""
+        return Session(self.device, self.workspace, self.config, self.weights, self.feed, self.options)
+
+    def close(self) -> None:
+        """Close the n-gram shards; device memory goes with the object."""
+        self.feed.close()
+
+
+def _check_memory(base: Base, budget_mb: int | None) -> None:
+    """Weights and one window of state must fit before the first upload (other engines die minutes later)."""
+    need = placed_bytes(base)
+    if budget_mb is not None and need > budget_mb << 20:
+        raise CapacityError(f"{base.path}: the weights take {need >> 20} MB, the budget is {budget_mb} MB")
+    available = _available_bytes()
+    if available is not None and need > available:
+        raise CapacityError(
+            f"{base.path}: the weights take {need >> 20} MB, {available >> 20} MB of memory are available; "
+            "free memory or use a smaller base"
+        )
+
+
+def _available_bytes() -> int | None:
+    """MemAvailable: page cache counts as free there, unlike in the driver's figure."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None

@@ -1,0 +1,210 @@
+"""Prefill: many positions in chunks, through the same layer with the prefill kernels.
+
+`full` runs every layer for every position. `replay` is the bounded replay of model-text 8.2: layers below the last kv
+source, and that source's compressor and index keys, run for all positions of one `sync`; the source itself and the
+layers after it run only for its last `sliding_window` positions. Start and extent are functions of the sync alone, so
+any chunking of it leaves the same bits. Rows that were not computed have no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.device import Buffer, Device
+from ds4.engine.layer import Numerics, Pass, apply_engram, attend, attention_input, begin, feed_forward, head, publish
+from ds4.engine.layer import run_layer as run_whole_layer
+from ds4.engine.ngrams import NgramFeed
+from ds4.engine.scratch import Workspace
+from ds4.engine.state import SequenceState
+from ds4.engine.step import Tap
+from ds4.engine.weights import ModelWeights
+from ds4.model.config import ModelConfig
+
+HEAD_ROWS = 32  # rows of logits at a time
+
+
+class Cancelled(Exception):
+    """The caller's `cancelled` said so; the state holds the chunks that were finished."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One sync's plan: positions start..end, and where the decoder half begins (start: everywhere)."""
+
+    start: int
+    end: int
+    replay_from: int
+
+    @property
+    def bounded(self) -> bool:
+        return self.replay_from > self.start
+
+
+@dataclass
+class Prefill:
+    """Runs syncs of one sequence."""
+
+    device: Device
+    ws: Workspace
+    config: ModelConfig
+    numerics: Numerics
+    weights: ModelWeights
+    state: SequenceState
+    feed: NgramFeed
+    mode: str
+    chunk: int
+
+    def extent(self, end: int) -> Extent:
+        """What a sync up to `end` will run."""
+        start = self.state.position
+        if self.mode == "replay" and self.config.last_kv_source >= 0:
+            return Extent(start, end, max(start, end - self.config.sliding_window))
+        return Extent(start, end, start)
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        logits: str,
+        last: Buffer,
+        on_progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        tap: Tap | None = None,
+    ) -> NDArray[np.float32] | None:
+        """Run `tokens` from the state's position to their end.
+
+        Args:
+            logits: "none", "last" (into `last`, f32 [1, V]), or "all" (returned; `last` is filled too).
+            tap: sees every layer's entry streams, chunk by chunk (only under `full`).
+
+        Returns:
+            f32 [n, V] for "all", NaN where a bounded replay computed no row; else None.
+        """
+        ext = self.extent(len(tokens))
+        self.state.reserve(ext.end)
+        out: NDArray[np.float32] | None = None
+        if logits == "all":
+            out = np.full((ext.end - ext.start, self.config.vocab_size), np.nan, np.float32)
+        below = self.config.last_kv_source if ext.bounded else None
+        slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if below is None or layer <= below]
+        tickets = self.feed.request(tokens, ext.start, min(self.chunk, ext.end - ext.start), slots)
+        at = ext.start
+        while at < ext.end:
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            count = min(self.chunk, ext.end - at)
+            mine = tickets
+            ahead = at + count
+            if ahead < ext.end:
+                tickets = self.feed.request(tokens, ahead, min(self.chunk, ext.end - ahead), slots)
+            p = self._pass("prefill", at, count)
+            for g, ticket in mine.items():
+                p.engram_rows[g].write(ticket.wait().reshape(-1))
+            begin(p, self.weights, self._ids(tokens, at, count), self._one_hot(count))
+            if below is None:
+                self._layers(p, 0, tap)
+                self._logits(p, at, ext, logits, last, out)
+            else:
+                self._encoder_half(p, at, ext, below)
+            self.device.sync()
+            at += count
+            if not ext.bounded:
+                self.state.position = at
+            if on_progress:
+                on_progress(at - ext.start, ext.end - ext.start)
+        if below is not None:
+            self._decoder_half(tokens, ext, below, logits, last, out)
+            self.state.position = ext.end
+        return out
+
+    def _pass(self, family: str, at: int, count: int) -> Pass:
+        c, ws = self.config, self.ws
+        pos = ws.get("prefill_pos", (count,), "i32")
+        pos.write(np.arange(at, at + count, dtype=np.int32))
+        rows = tuple(ws.get(f"engram_rows_{g}", self.feed.shape(count), "u8") for g in range(len(c.engram_layer_ids)))
+        x = ws.get("prefill_x", (count, c.hc_mult, c.hidden_size), "f32")
+        pre = ws.get("prefill_pre", (count, c.hc_mult), "f32")
+        return Pass(self.device, ws, c, self.numerics, family, self.state, count, x, pre, pos, rows, {})
+
+    def _ids(self, tokens: Sequence[int], at: int, count: int) -> Buffer:
+        ids = self.ws.get("prefill_ids", (count,), "i32")
+        ids.write(np.asarray(tokens[at : at + count], np.int32))
+        return ids
+
+    def _one_hot(self, count: int) -> Buffer:
+        buffer = self.ws.get("prefill_one_hot", (count, self.config.hc_mult), "f32")
+        buffer.write(np.tile(np.eye(1, self.config.hc_mult, dtype=np.float32), (count, 1)))
+        return buffer
+
+    def _layers(self, p: Pass, first: int, tap: Tap | None = None) -> None:
+        for lw in self.weights.layers[first:]:
+            if tap:
+                tap(lw.layer, p.x)
+            run_whole_layer(p, lw)
+        if tap:
+            tap(self.config.num_hidden_layers, p.x)
+
+    def _encoder_half(self, p: Pass, at: int, ext: Extent, split: int) -> None:
+        """Layers below the split, then the split's engram, compressor and index keys; keep the replayed rows'
+        streams.
+        """
+        for lw in self.weights.layers[:split]:
+            run_whole_layer(p, lw)
+        lw = self.weights.layers[split]
+        apply_engram(p, lw)
+        publish(p, lw, attention_input(p, lw))
+        first = max(at, ext.replay_from)
+        count = at + p.R - first
+        if count <= 0:
+            return
+        held_x, held_pre = self._held(ext)
+        S, D = self.config.hc_mult, self.config.hidden_size
+        for held, source, width in ((held_x, p.x, 4 * S * D), (held_pre, p.pre, 4 * S)):
+            self.device.copy(
+                held, source, count * width,
+                dst_offset=(first - ext.replay_from) * width, src_offset=(first - at) * width,
+            )  # fmt: skip
+
+    def _held(self, ext: Extent) -> tuple[Buffer, Buffer]:
+        n, c = ext.end - ext.replay_from, self.config
+        x = self.ws.get("replay_x", (n, c.hc_mult, c.hidden_size), "f32")
+        return x, self.ws.get("replay_pre", (n, c.hc_mult), "f32")
+
+    def _decoder_half(
+        self, tokens: Sequence[int], ext: Extent, split: int, logits: str, last: Buffer,
+        out: NDArray[np.float32] | None,
+    ) -> None:  # fmt: skip
+        """The split layer's attention and everything after it, for the last window of positions."""
+        count = ext.end - ext.replay_from
+        slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if layer > split]
+        tickets = self.feed.request(tokens, ext.replay_from, count, slots)
+        self.state.set_first(self.state.first[0], ext.replay_from)
+        self.state.replayed_to = ext.end
+        p = self._pass("prefill", ext.replay_from, count)
+        held_x, held_pre = self._held(ext)
+        self.device.copy(p.x, held_x, held_x.nbytes)
+        self.device.copy(p.pre, held_pre, held_pre.nbytes)
+        for g, ticket in tickets.items():
+            p.engram_rows[g].write(ticket.wait().reshape(-1))
+        lw = self.weights.layers[split]
+        attend(p, lw, attention_input(p, lw))
+        feed_forward(p, lw)
+        self._layers(p, split + 1)
+        self._logits(p, ext.replay_from, ext, logits, last, out)
+        self.device.sync()
+
+    def _logits(
+        self, p: Pass, at: int, ext: Extent, logits: str, last: Buffer, out: NDArray[np.float32] | None
+    ) -> None:
+        if out is not None:
+            for first in range(0, p.R, HEAD_ROWS):
+                count = min(HEAD_ROWS, p.R - first)
+                block = self.ws.get("prefill_logits", (count, self.config.vocab_size), "f32")
+                head(p, self.weights, block, first, count)
+                row = at - ext.start + first
+                out[row : row + count] = self.device.download(block)
+        if logits != "none" and at + p.R == ext.end:
+            head(p, self.weights, last, p.R - 1, 1)

@@ -144,7 +144,7 @@ def test_stream_joined_is_decode_of_the_whole(ids: list[int]) -> None:
     stream = StreamDecoder(tokenizer)
     joined = "".join([stream.push(i) for i in ids] + [stream.flush()])
     assert joined == tokenizer.decode(ids)
-    if not any(i in (0, 1, 2, 318, 319) for i in ids):  # the library leaves a gap beside added tokens
+    if all(3 <= i < 315 for i in ids):  # the library numbers this file's added tokens by its own rule, from 315 on
         assert joined == library.decode(ids, skip_special_tokens=False)
 
 

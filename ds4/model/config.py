@@ -299,7 +299,9 @@ def _check(c: ModelConfig) -> None:
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even")
     need(c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim), "qk_rope_head_dim exceeds a head width")
     need(c.num_attention_heads % c.o_groups == 0, "o_groups must divide num_attention_heads")
-    need(c.num_attention_heads * c.head_dim < 2**31, "num_attention_heads * head_dim is absurd")
+    for key, most in (("n_routed_experts", 2**16), ("dspark_n_routed_experts", 2**16), ("num_nextn_predict_layers", 64)):
+        need(getattr(c, key) <= most, f"{key} is {getattr(c, key)}; at most {most} can be addressed")
+    need(c.vision is None or c.vision.num_hidden_layers <= 4096, "vision_config.num_hidden_layers exceeds 4096")
     need(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
     need(len(c.engram_layer_ids) == len(c.engram_num_embeddings), "engram_num_embeddings: one entry an engram layer")
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):

@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bad = block_max_u64(sm, bad);
     const int argmax = (int)(0xffffffffu - (u32)best);
     const float top = l[argmax];
-    if (bad || !(fabsf(top) < 3.5e38f)) {  // uniform over the block
+    if (bad || !(fabsf(top) <= 3.402823466e38f)) {  // uniform over the block
         if (threadIdx.x == 0) {
             out[row * 4] = -1;
             for (int i = 1; i < 4; i++) out[row * 4 + i] = 0;

@@ -43,7 +43,7 @@ def reference(x: F64, fn: F64, s: F64, b: F64, S: int, eps: float, heps: float, 
 
 
 def run_mixes(device: Device, x, fn, s, b, eps, heps=1e-6, iters=20):
-    R, S, D = x.shape
+    R, S, _ = x.shape
     dev = device.with_constants({"HC": S})
     hp = HyperParams(dev.upload(fn), dev.upload(s), dev.upload(b), iters, eps, heps)
     pre, post = dev.empty((R, S), "f32"), dev.empty((R, S), "f32")
@@ -66,8 +66,8 @@ def test_mixes_agree_with_float64(device: Device, R: int, S: int, D: int) -> Non
     x, fn, s, b = random_case(R, S, D)
     got = run_mixes(device, x, fn, s, b, 1e-20)
     want = reference(x.astype(float), fn.astype(float), s.astype(float), b.astype(float), S, 1e-20, 1e-6, 20)
-    # |m| is O(1); a dot of n products in f32 errs by at most (n/256 + 16) UNIT of sum |x f|, here below 3 sqrt(n) UNIT;
-    # it is scaled by at most 2, and each Sinkhorn quotient adds 4 UNIT to a value below 1
+    # |m| is O(1); a dot of n products in f32 errs by at most (n/256 + 16) UNIT of sum |x f|, here below 3 sqrt(n)
+    # UNIT; it is scaled by at most 2, and each Sinkhorn quotient adds 4 UNIT to a value below 1
     bound = (3 * np.sqrt(S * D) * 2 + 40 * 4) * UNIT
     for g, w in zip(got, want):
         assert np.abs(g - w).max() <= bound

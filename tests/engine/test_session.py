@@ -1,0 +1,115 @@
+"""The session's door: what is kept, what is run, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds4.engine import Engine, Sampling
+from ds4.errors import CapacityError, Ds4Error, RequestError, UsageError
+from tests.engine.conftest import DATA
+from tests.engine.test_against_teacher import prompt
+
+
+def test_a_common_prefix_is_kept(engines: Callable[..., Engine]) -> None:
+    session, ids = engines("oracle-a").session(), prompt("oracle-a", 30)
+    seen: list[tuple[int, int]] = []
+    session.sync(ids[:20], on_progress=lambda done, all_: seen.append((done, all_)))
+    session.sync(ids, on_progress=lambda done, all_: seen.append((done, all_)))
+    session.sync(ids[:25] + [9, 9], on_progress=lambda done, all_: seen.append((done, all_)))
+    session.sync(ids[:25] + [9, 9], on_progress=lambda done, all_: seen.append((done, all_)))
+    assert seen == [(20, 20), (10, 10), (2, 2)]
+
+
+def test_drawn_tokens_extend_the_timeline(engines: Callable[..., Engine]) -> None:
+    session, ids = engines("oracle-a").session(), prompt("oracle-a", 12)
+    session.sync(ids)
+    first = session.next(Sampling())
+    assert session.tokens == [*ids, first] and session.position == 12
+    second = session.next(Sampling())
+    assert session.tokens == [*ids, first, second] and session.position == 13
+    again = engines("oracle-a").session()
+    again.sync(ids, logits="none")
+    assert again.next(Sampling()) == first
+
+
+def test_step_drops_the_pending_tokens_row(engines: Callable[..., Engine]) -> None:
+    session, ids = engines("oracle-a").session(), prompt("oracle-a", 12)
+    session.sync(ids)
+    drawn = session.next(Sampling())
+    rows = session.step([7, 8])
+    plain = engines("oracle-a").session()
+    plain.sync(ids)
+    assert rows.shape[0] == 2 and np.array_equal(rows, plain.step([drawn, 7, 8])[1:])
+
+
+def test_a_seed_reproduces_and_seeds_differ(engines: Callable[..., Engine]) -> None:
+    engine, ids = engines("oracle-b"), prompt("oracle-b", 12)
+
+    def draw(seed: int) -> list[int]:
+        session = engine.session()
+        session.sync(ids)
+        return [session.next(Sampling(temperature=1.3, seed=seed)) for _ in range(16)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_greedy_is_the_argmax_and_its_logprob(engines: Callable[..., Engine]) -> None:
+    session = engines("oracle-b").session()
+    session.sync(prompt("oracle-b", 12))
+    logits = session.logits().astype(float)
+    assert session.next(Sampling()) == int(logits.argmax())
+    want = logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert session.last_logprob == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [([], "at least one"), ([1, 320], "token 1 is 320"), ([-1], "token 0 is -1"), ([1] * 257, "context of 256")],
+)
+def test_bad_prompts_are_refused(engines: Callable[..., Engine], tokens: list[int], says: str) -> None:
+    session = engines("oracle-a").session()
+    with pytest.raises(RequestError, match=says):
+        session.sync(tokens)
+    assert session.tokens == []
+
+
+def test_the_context_ends(engines: Callable[..., Engine]) -> None:
+    session = engines("oracle-a").session()
+    session.sync([5] * 255)
+    session.next(Sampling())
+    with pytest.raises(RequestError, match="context is full"):
+        session.next(Sampling())
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1},
+        {"min_p": 2.0}, {"seed": 2**65}, {"top_k": True}, {"temperature": "1"},
+    ],
+)  # fmt: skip
+def test_bad_sampling_is_refused(kwargs: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(kwargs))):
+        Sampling(**kwargs)  # type: ignore[arg-type]
+
+
+def test_bad_options_are_refused(bases: Callable[[str], Path], fast_device) -> None:
+    base = bases("oracle-a")
+    for options in (
+        {"activations": "fp8"},
+        {"kv": "int4"},
+        {"prefill": "half"},
+        {"index_keys": "mine"},
+        {"chunk": 0},
+    ):
+        with pytest.raises(UsageError, match=next(iter(options))):
+            Engine.open(base, engram_dir=DATA / "oracle-a", device=fast_device, **options)
+    with pytest.raises(CapacityError, match="budget"):
+        Engine.open(base, engram_dir=DATA / "oracle-a", device=fast_device, mem_budget_mb=0)
+    with pytest.raises(Ds4Error):
+        Engine.open(base, engram_dir=DATA / "nowhere", device=fast_device)

@@ -318,6 +318,19 @@ class Tokenizer:
             errors="replace"
         )
 
+    def library_texts(self) -> list[str]:
+        """What the tokenizers library, given the whole file, decodes every single id to, added tokens kept.
+
+        The engram map was trained on these. They are `decode([i])`, except that the library numbers added
+        tokens that are missing from the model's own vocabulary by a rule of its own, and gives "" for ids
+        which it then does not know: toy vocabularies have such tokens, the released one has none.
+        """
+        if self.json_text is None:
+            return [self.decode([i]) for i in range(self.vocab_size)]
+        whole = tokenizers.Tokenizer.from_str(self.json_text)
+        texts: list[str] = whole.decode_batch([[i] for i in range(self.vocab_size)], skip_special_tokens=False)
+        return texts
+
 
 class StreamDecoder:
     """Ids to text as they come. A character is held back until its last byte is there.

@@ -71,7 +71,7 @@ def attention(
     picks = None if rows is None or rows.n == 0 else call.picks
     n_picks = 0 if picks is None else picks.shape[1]
     step = max(1, min(MOST_QUERIES, GATHER_CELLS // max(1, n_picks * config.head_dim)))
-    out = xp.empty((call.n, config.hidden_size), dtype=xp.float32)
+    out: F32 = xp.empty((call.n, config.hidden_size), dtype=xp.float32)
     for lo in range(0, call.n, step):
         block = slice(lo, min(lo + step, call.n))
         q = nm.quantised_linear(qr[block], w.wq_b).reshape(-1, config.num_attention_heads, config.head_dim)
@@ -162,7 +162,7 @@ def pick_rows(
         q, head_w = index_query(nm, config, w, qr_R[block], x_RD[block], call.positions[block], frequencies)
         scores = xp.full((q.shape[0], n_rows), NEG_INF, dtype=xp.float32)
         for source in {s for s in sources[block] if s is not None}:
-            rows = np.array([i for i, s in enumerate(sources[block]) if s == source])
+            rows = xp.asarray([i for i, s in enumerate(sources[block]) if s == source])
             keys = state.layers[source].index_keys
             assert keys is not None
             scores[rows] = index_scores(nm, q[rows], head_w[rows], keys.view, lens[block][rows], n_rows)

@@ -32,7 +32,8 @@ def best_mask(nm: Numerics, scores_RC: F32, k: int) -> Mask:
     if k >= n_columns:
         return visible
     if k == 0:
-        return xp.zeros_like(visible)
+        nothing: Mask = xp.zeros_like(visible)
+        return nothing
     kth = xp.partition(scores_RC, n_columns - k, axis=1)[:, n_columns - k, None]
     above = scores_RC > kth
     tied = scores_RC == kth
@@ -121,7 +122,7 @@ def publishers(config: ModelConfig, layer: int, start: int, n: int, held: int | 
     result: list[int | None] = []
     before = held
     for p in range(start, start + n):
-        own = [l for l in _closing(config, p) if l <= layer]
+        own = [owner for owner in _closing(config, p) if owner <= layer]
         result.append(own[-1] if own else before)
         before = _latest(config, p, before)
     return result
@@ -133,16 +134,13 @@ def published_after(config: ModelConfig, start: int, n: int, held: int | None, *
         for p in range(start, start + n):
             held = _latest(config, p, held)
         return held
-    closed = [
-        l
-        for l in config.kv_source_layer_ids
-        if (start + n) // config.compress_ratios[l] > start // config.compress_ratios[l]
-    ]
+    ratios = config.compress_ratios
+    closed = [k for k in config.kv_source_layer_ids if (start + n) // ratios[k] > start // ratios[k]]
     return closed[-1] if closed else held
 
 
 def _closing(config: ModelConfig, p: int) -> list[int]:
-    return [l for l in config.kv_source_layer_ids if (p + 1) % config.compress_ratios[l] == 0]
+    return [owner for owner in config.kv_source_layer_ids if (p + 1) % config.compress_ratios[owner] == 0]
 
 
 def _latest(config: ModelConfig, p: int, held: int | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -184,7 +185,7 @@ class Teacher:
             if trace is not None and layer in config.dspark_target_layer_ids:
                 hidden.append(nm.to_host(nm.bf16(x_RSD.mean(axis=1))))
             x_RSD, pre_RS = block(
-                nm, config, layer, w, lambda e, prefix=prefix: self._stream.expert(prefix, e), x_RSD, pre_RS, call,
+                nm, config, layer, w, partial(self._stream.expert, prefix), x_RSD, pre_RS, call,
                 state, self._frequencies[layer],
             )  # fmt: skip
             del w  # before the next layer's weights are made

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds4.base import Base
+from ds4.base.codecs import decode
 from ds4.base.plan import plan
+from ds4.base.types import FP8_32X32
 from ds4.checkpoint import codecs
 from ds4.checkpoint.reader import Checkpoint
 from ds4.engram.hash import EngramTables, derive_tables
@@ -63,7 +65,7 @@ class CheckpointSource:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.config = checkpoint.config
+        self.config: ModelConfig = checkpoint.config
 
     def has(self, name: str) -> bool:
         return self._checkpoint.has(name)
@@ -84,9 +86,7 @@ class CheckpointSource:
         return w1, w3, w2
 
     def engram_rows(self, layer: int, rows: I64) -> F32:
-        prefix = f"layers.{layer}.engram.embed"
-        codes, scales = self._checkpoint.raw(f"{prefix}.weight"), self._checkpoint.raw(f"{prefix}.scale")
-        return codecs.dequant_engram(codes[rows], scales[rows])
+        return self._checkpoint.engram_rows(layer, rows)
 
     def engram_tables(self) -> EngramTables:
         return derive_tables(self.config, Tokenizer.from_file(Path(self._checkpoint.path) / "tokenizer.json"))
@@ -97,7 +97,7 @@ class BaseSource:
 
     def __init__(self, base: Base) -> None:
         self._base = base
-        self.config = base.config
+        self.config: ModelConfig = base.config
         self._names = {p.source: p.name for p in plan(base.config)}
 
     def _name(self, name: str) -> str:
@@ -112,10 +112,27 @@ class BaseSource:
         return self._base.tensor(self._name(name))
 
     def rows(self, name: str, ids: I64) -> F32:
-        return self._base.tensor(self._name(name))[ids]
+        table = self._table(name)
+        return self.dense(name)[ids] if table is None else self._decode(name, table[ids])
 
     def blocks(self, name: str) -> Iterator[F32]:
-        yield self._base.tensor(self._name(name))
+        table = self._table(name)
+        if table is None:
+            yield self.dense(name)
+            return
+        for lo in range(0, table.shape[0], HEAD_BLOCK_ROWS):
+            yield self._decode(name, table[lo : lo + HEAD_BLOCK_ROWS])
+
+    def _table(self, name: str) -> NDArray[np.uint8] | None:
+        """Packed rows [O, bytes a row], mapped; None for the one type whose rows are not apart in the file."""
+        packed = self._base.tensors[self._name(name)]
+        if packed.type_id == FP8_32X32:
+            return None
+        return self._base.raw(packed.name).reshape(packed.dims[1], -1)
+
+    def _decode(self, name: str, rows: NDArray[np.uint8]) -> F32:
+        packed = self._base.tensors[self._name(name)]
+        return decode(np.ascontiguousarray(rows).reshape(-1), packed.type_id, (packed.dims[0], rows.shape[0]))
 
     def expert(self, prefix: str, e: int) -> tuple[F32, F32, F32]:
         blob = self._base.experts(prefix.replace("layers.", "blk."))
@@ -134,7 +151,8 @@ class BaseSource:
         return EngramTables(*self._base.engram_tensors())
 
 
-def _to_f32(raw: NDArray[np.generic]) -> F32:
+def _to_f32(raw: NDArray[Any]) -> F32:
+    """BF16 bits or float32 as they lie in a checkpoint."""
     return codecs.bf16_to_f32(raw) if raw.dtype == np.uint16 else np.asarray(raw, dtype=np.float32)
 
 

@@ -1,0 +1,84 @@
+"""Ids in, results out: IDS.npy and OUT.npz, as `ds4 teacher`, `ds4 score` and `ds4 diff` exchange them.
+
+logits_TV      f32 [T, V], row t predicts token t + 1
+streams_LTSD   f32 [L + 1, T, S, D], entering each layer before its engram, then after the last
+hash_rows_TGN  i64 [T, engram layer, column]
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
+
+
+def load_ids(path: str | Path) -> NDArray[Any]:
+    """The array in an .npy file, mapped and not judged: `check_ids` knows what ids are.
+
+    Raises:
+        FileFormatError: unreadable, not an .npy file, cut short, or pickled objects.
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+        raise FileFormatError(f"{path}: not a readable .npy file of ids ({reason})") from e
+    if not isinstance(loaded, np.ndarray):
+        raise FileFormatError(f"{path}: an .npz archive; ids are one array in an .npy file")
+    return loaded
+
+
+def load_results(path: str | Path) -> dict[str, NDArray[Any]]:
+    """Every array of an OUT.npz.
+
+    Raises:
+        FileFormatError: unreadable, or not such an archive.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise FileFormatError(f"{path}: a single array; an .npz archive of results is expected")
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+        raise FileFormatError(f"{path}: not a readable .npz file of results ({reason})") from e
+
+
+def check_output(path: str | Path) -> Path:
+    """Refuse an output that could not be written, before the hours of work. Raises UsageError."""
+    p = Path(path)
+    if p.is_dir():
+        raise UsageError(f"{p}: is a folder; name the .npz file to write")
+    if not p.parent.is_dir():
+        raise UsageError(f"{p.parent}: no such folder to write {p.name} in")
+    return p
+
+
+def save_results(path: str | Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write OUT.npz beside itself and rename: a reader sees the old file or the whole new one.
+
+    Raises:
+        CapacityError: the disk is full. Ds4Error: it cannot be written. Nothing is left behind.
+    """
+    p = Path(path)
+    beside = p.with_name(f".{p.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            with open(beside, "xb") as f:
+                np.savez(f, allow_pickle=False, **dict(arrays))
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(beside, p)
+        except OSError as e:
+            kind = CapacityError if e.errno == 28 else Ds4Error
+            raise kind(f"{p}: cannot be written ({e.strerror or e})") from e
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,140 @@
+"""`ds4 generate` (or just `ds4 -m BASE -p TEXT`): continue a prompt on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
+from ds4.engine import Engine, Sampling
+from ds4.errors import RequestError, UsageError
+from ds4.model.chat import render
+from ds4.model.tokenizer import StreamDecoder
+from ds4.teacher.files import load_ids
+from ds4.teacher.run import check_ids
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    p = subparsers.add_parser(
+        "generate",
+        help="answer a prompt (also: ds4 -m BASE -p TEXT)",
+        description="Prefill a prompt and decode up to N tokens, printed as they come.",
+    )
+    add_model_flags(p, prefill="replay")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("-p", "--prompt", metavar="TEXT", help="text; '-' reads standard input")
+    what.add_argument("--ids", metavar="F", help="token ids: an .npy file, or a JSON list in a file")
+    p.add_argument("--chat", action="store_true", help="wrap TEXT as a user's message in the chat format")
+    p.add_argument("--thinking", action="store_true", help="with --chat: let the model think first")
+    p.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
+    p.add_argument("--temp", type=float, default=1.0, metavar="T", help="temperature; 0 is greedy (default 1)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0: all")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest mass P; 1: all")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the likeliest")
+    p.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same tokens")
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_tokens < 0:
+        raise UsageError(f"-n {args.max_tokens}: must be at least 0")
+    if args.thinking and not args.chat:
+        raise UsageError("--thinking belongs to --chat: a plain prompt has no reasoning part")
+    if args.chat and args.prompt is None:
+        raise UsageError("--chat needs -p TEXT: ids are given as they are")
+    sampling = _sampling(args)
+    engine = open_engine(args)
+    try:
+        return _generate(args, engine, sampling)
+    finally:
+        engine.close()
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    seed = args.seed if args.seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+    try:
+        return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed)
+    except RequestError as e:
+        raise UsageError(str(e)) from e
+
+
+def _generate(args: argparse.Namespace, engine: Engine, sampling: Sampling) -> int:
+    prompt_ids = _prompt_ids(args, engine)
+    session = engine.session()
+    started = time.monotonic()
+    with progress_bar("reading the prompt") as progress:
+        session.sync(prompt_ids, on_progress=progress)
+    read = time.monotonic()
+    decoder = StreamDecoder(engine.tokenizer)
+    ids: list[int] = []
+    text: list[str] = []
+    reason = "length"
+    room = engine.config.max_position_embeddings - len(prompt_ids)
+    for _ in range(min(args.max_tokens, room)):
+        token = session.next(sampling)
+        ids.append(token)
+        if token == engine.config.eos_token_id:
+            reason = "stop"
+            break
+        _emit(text, decoder.push(token), args.json)
+    _emit(text, decoder.flush(), args.json)
+    done = time.monotonic()
+    stats = {
+        "prompt_tokens": len(prompt_ids),
+        "tokens": len(ids),
+        "prefill_s": round(read - started, 4),
+        "decode_s": round(done - read, 4),
+        "device": engine.device.info.name,
+        **session.counts,
+    }
+    if args.json:
+        out = {"prompt_ids": prompt_ids, "ids": ids, "text": "".join(text), "finish_reason": reason, "stats": stats}
+        print(json.dumps(out, ensure_ascii=False))
+    else:
+        print()
+        if sys.stderr.isatty():
+            rate = len(ids) / max(done - read, 1e-9)
+            print(f"[{len(prompt_ids)} tokens read, {len(ids)} written, {rate:.1f} tokens/s]", file=sys.stderr)
+    return 0
+
+
+def _emit(text: list[str], piece: str, quiet: bool) -> None:
+    if piece:
+        text.append(piece)
+        if not quiet:
+            print(piece, end="", flush=True)
+
+
+def _prompt_ids(args: argparse.Namespace, engine: Engine) -> list[int]:
+    """Ids of the prompt: text is the user's, so it never becomes a control token; BOS stands in front."""
+    config, tokenizer = engine.config, engine.tokenizer
+    try:
+        if args.ids is not None:
+            return [int(i) for i in check_ids(_read_ids(args.ids), config.vocab_size)]
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        if not text:
+            raise RequestError("the prompt is empty; give it with -p TEXT", "prompt")
+        if args.chat:
+            segments = render([{"role": "user", "content": text}], thinking=args.thinking)
+            return tokenizer.encode_segments(segments, spell_missing=True)
+        return [config.bos_token_id, *tokenizer.encode(text)]
+    except RequestError as e:
+        raise UsageError(str(e)) from e
+
+
+def _read_ids(path: str) -> np.ndarray:  # type: ignore[type-arg]
+    if Path(path).suffix == ".npy":
+        return load_ids(path)
+    try:
+        parsed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path}: neither an .npy file nor a JSON list of ids ({e})") from e
+    if not isinstance(parsed, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in parsed):
+        raise UsageError(f"{path}: must be a JSON list of integers")
+    return np.asarray(parsed, np.int64)

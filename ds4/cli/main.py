@@ -1,0 +1,82 @@
+"""`ds4`: people come in here. One file a command; this one lists them and turns errors into exit codes.
+
+Without a command name the arguments are `generate`'s: `ds4 -m BASE -p TEXT`.
+Exit codes: 0 done, 1 the run failed, 2 the command line or a setting is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from ds4 import __version__
+from ds4.errors import Ds4Error, UsageError
+
+# name -> module with add_parser(subparsers); read top to bottom it is the order of use
+COMMANDS = {
+    "preflight": "ds4.cli.preflight",
+    "quantize": "ds4.cli.quantize",
+    "inspect": "ds4.cli.inspect",
+    "verify": "ds4.cli.verify",
+    "generate": "ds4.cli.generate",
+    "score": "ds4.cli.score",
+    "teacher": "ds4.cli.teacher",
+    "diff": "ds4.cli.diff",
+}
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or of one: a command's imports are paid for when it is used."""
+    parser = argparse.ArgumentParser(
+        prog="ds4",
+        description="An engine for DeepSeek-V4.1-Flash on one machine.",
+        epilog="ds4 -m BASE -p TEXT is short for ds4 generate -m BASE -p TEXT. The server is ds4-server.",
+    )
+    parser.add_argument("--version", action="version", version=f"ds4 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        if only is None or name == only:
+            importlib.import_module(module).add_parser(subparsers)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse and run one command; argparse exits with 2 by itself."""
+    args = list(argv)
+    if args and args[0].startswith("-") and args[0] not in ("-h", "--help", "--version"):
+        args.insert(0, "generate")
+    only = args[0] if args and args[0] in COMMANDS else None
+    parsed = build_parser(only).parse_args(args)
+    return guarded(lambda: int(parsed.run(parsed)))
+
+
+def guarded(work) -> int:  # type: ignore[no-untyped-def]
+    """Run `work`; an error meant for the user becomes one line on stderr and an exit code."""
+    try:
+        return int(work())
+    except UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except Ds4Error as e:
+        print(f"error: {e}", file=sys.stderr)
+        for line in getattr(e, "problems", ()):
+            print(f"  {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Flags of every command that opens an engine, and the engine that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds4.engine import Engine
+
+Progress = Callable[[int, int], None]
+
+
+def add_model_flags(p: argparse.ArgumentParser, *, prefill: str) -> None:
+    """-m and how the engine computes; `prefill` is the command's default."""
+    p.add_argument("-m", "--model", required=True, metavar="BASE", help="the base file (.gguf)")
+    p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
+    p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
+    p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
+    p.add_argument("--index-keys", choices=("owner", "released"), default="owner", help="index keys of decode")
+    p.add_argument("--chunk", type=int, default=512, metavar="N", help="positions a prefill pass (same bits)")
+    p.add_argument("--no-graph", action="store_true", help="launch every kernel of a step directly (same bits)")
+    p.add_argument("--mem-budget-mb", type=int, metavar="N", help="refuse a model larger than this")
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    """The engine of these flags, with a bar while it loads."""
+    from ds4.engine import Engine
+
+    with progress_bar("loading layers") as progress:
+        return Engine.open(
+            args.model,
+            engram_dir=args.engram_dir,
+            activations=args.activations,
+            kv=args.kv,
+            prefill=args.prefill,
+            index_keys=args.index_keys,
+            chunk=args.chunk,
+            graphs=not args.no_graph,
+            mem_budget_mb=args.mem_budget_mb,
+            progress=progress,
+        )
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress | None]:
+    """A bar on a terminal's stderr, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

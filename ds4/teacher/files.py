@@ -43,9 +43,10 @@ def load_results(path: str | Path) -> dict[str, NDArray[Any]]:
         FileFormatError: unreadable, or not such an archive.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise FileFormatError(f"{path}: a single array; an .npz archive of results is expected")
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise FileFormatError(f"{path}: a single array; an .npz archive of results is expected")
+        with archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)

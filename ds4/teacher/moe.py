@@ -16,6 +16,14 @@ Expert = tuple[F32, F32, F32]  # w1 [F, D], w3 [F, D], w2 [D, F]
 SOFTPLUS_LINEAR_ABOVE = np.float32(20)
 
 
+class RouterError(ArithmeticError):
+    """Scores of a row are not finite, so no expert can be chosen. The caller knows layer and position."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"router scores of row {row} are not finite")
+        self.row = row
+
+
 @dataclass(frozen=True)
 class MoeWeights:
     """gate f32 [E, D]; bias, bias_vl f32 [E] (bias_vl may be absent in a base); the shared expert."""
@@ -43,6 +51,9 @@ def route(
     """
     xp = nm.xp
     scores = router_scores(nm, (x_RD @ moe.gate.T) / np.float32(config.gate_temp))
+    finite_R = xp.isfinite(scores).all(axis=1)
+    if not bool(finite_R.all()):
+        raise RouterError(int(nm.to_host(finite_R).argmin()))
     bias = moe.bias[None, :]
     if image_R is not None and moe.bias_vl is not None:
         bias = xp.where(image_R[:, None], moe.bias_vl[None, :], bias)

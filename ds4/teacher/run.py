@@ -20,6 +20,7 @@ from ds4.errors import CapacityError, Ds4Error, MissingTensorError, RequestError
 from ds4.teacher.hyper import collapse
 from ds4.teacher.indexer import published_after
 from ds4.teacher.layers import add_engram, block, enter
+from ds4.teacher.moe import RouterError
 from ds4.teacher.numerics import F32, I64, Mask, Numerics
 from ds4.teacher.source import Source
 from ds4.teacher.state import Call, State
@@ -184,10 +185,12 @@ class Teacher:
             x_RSD = add_engram(nm, config, w, x_RSD, self._engram_rows(layer, rows_RGN), call)
             if trace is not None and layer in config.dspark_target_layer_ids:
                 hidden.append(nm.to_host(nm.bf16(x_RSD.mean(axis=1))))
-            x_RSD, pre_RS = block(
-                nm, config, layer, w, partial(self._stream.expert, prefix), x_RSD, pre_RS, call,
-                state, self._frequencies[layer],
-            )  # fmt: skip
+            load_expert = partial(self._stream.expert, prefix)
+            frequencies = self._frequencies[layer]
+            try:
+                x_RSD, pre_RS = block(nm, config, layer, w, load_expert, x_RSD, pre_RS, call, state, frequencies)
+            except RouterError as e:
+                raise _not_finite(f"the router of layer {layer}", start + e.row) from e
             del w  # before the next layer's weights are made
             self._check_finite(x_RSD, layer, start)
             if progress is not None:
@@ -218,17 +221,22 @@ class Teacher:
         for rows in self._stream.head_blocks():
             logits[:, lo : lo + rows.shape[0]] = nm.to_host(h @ rows.T)
             lo += rows.shape[0]
-        self._check_finite(logits, None, start)
+        finite_R = np.isfinite(logits).all(axis=1)
+        if not finite_R.all():
+            raise _not_finite("the output head", start + int(finite_R.argmin()))
         return logits
 
-    def _check_finite(self, x: F32, layer: int | None, start: int) -> None:
-        if not bool(self.nm.xp.isfinite(x).all()):
-            bad = ~np.isfinite(self.nm.to_host(x)).reshape(x.shape[0], -1).all(axis=1)
-            where = "the output head" if layer is None else f"layer {layer}"
-            raise Ds4Error(
-                f"{where} gave a value that is not finite at position {start + int(bad.argmax())}; "
-                "the weights are broken: `ds4 verify` names the tensor"
-            )
+    def _check_finite(self, x: F32, layer: int, start: int) -> None:
+        finite_R = self.nm.xp.isfinite(x).reshape(x.shape[0], -1).all(axis=1)
+        if not bool(finite_R.all()):
+            raise _not_finite(f"layer {layer}", start + int(self.nm.to_host(finite_R).argmin()))
+
+
+def _not_finite(where: str, position: int) -> Ds4Error:
+    return Ds4Error(
+        f"{where} gave a value that is not finite at position {position}; "
+        "the weights are broken: `ds4 verify` names the tensor"
+    )
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int) -> I64:

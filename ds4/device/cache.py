@@ -131,6 +131,10 @@ def _intact(entry: Path) -> bool:
     """Whether every file that the entry lists is there with the content it was published with."""
     try:
         hashes = json.loads((entry / MANIFEST).read_text())
-        return isinstance(hashes, dict) and all(_digest(entry / name) == value for name, value in hashes.items())
+        return (
+            isinstance(hashes, dict)
+            and bool(hashes)
+            and all(_digest(entry / name) == value for name, value in hashes.items())
+        )
     except (OSError, ValueError):
         return False

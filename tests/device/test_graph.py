@@ -93,7 +93,7 @@ def test_what_a_graph_cannot_hold_is_refused(dev: Device) -> None:
             lambda: graph.replay(),
             lambda: dev.capture().__enter__(),
         ):
-            with pytest.raises(DeviceError, match="inside a capture|has not ended"):
+            with pytest.raises(DeviceError, match=r"inside a capture|has not ended"):
                 refused()
         raise DeviceError("nothing")
     assert not dev.capturing

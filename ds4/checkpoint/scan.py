@@ -43,16 +43,24 @@ def scan(path: Path) -> Scan:
     Never raises for what it finds.
     """
     out = Scan(path)
+    try:
+        _scan(out)
+    except OSError as e:  # a folder or name that the system will not even look at
+        out.broken.append(f"{e.filename or path}: cannot be looked at ({e.strerror or e})")
+    return out
+
+
+def _scan(out: Scan) -> None:
+    path = out.path
     if not path.is_dir():
         what = "is not a folder; a checkpoint is one" if path.exists() else "does not exist"
         out.broken.append(f"{path}: {what}")
-        return out
+        return
     placed = _index(out)
     unread = _headers(out, placed)
     _config(out)
     if out.config is not None:
-        _inventory(out, expected(out.config), unread, indexed=placed is not None)
-    return out
+        _inventory(out, expected(out.config), unread)
 
 
 def plain_file_name(name: object) -> bool:
@@ -137,7 +145,7 @@ def _config(out: Scan) -> None:
         out.broken.append(str(e))
 
 
-def _inventory(out: Scan, specs: dict[str, Spec], unread: set[str] | None, indexed: bool) -> None:
+def _inventory(out: Scan, specs: dict[str, Spec], unread: set[str] | None) -> None:
     for name, spec in specs.items():
         info = out.infos.get(name)
         if info is None:

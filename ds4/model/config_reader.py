@@ -107,7 +107,8 @@ def read_json(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror or e}); a checkpoint folder needs config.json") from e
+        hint = "; a checkpoint folder needs config.json" if path.name == "config.json" else ""
+        raise ConfigError(f"{path}: cannot be read ({e.strerror or e}){hint}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: not valid JSON ({e})") from e
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ds4.checkpoint import codecs
@@ -15,7 +17,7 @@ from ds4.checkpoint.preflight import preflight
 from ds4.checkpoint.reader import Checkpoint
 from ds4.checkpoint.safetensors import load_arrays, read_header
 from ds4.checkpoint.writer import write_safetensors
-from ds4.errors import ConfigError, FileFormatError, MissingTensorError
+from ds4.errors import ConfigError, Ds4Error, FileFormatError, MissingTensorError
 
 DATA = Path(__file__).parent.parent / "data"
 ORACLE = DATA / "oracle-a"
@@ -261,6 +263,38 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert any("holds no *.safetensors file" in p for p in preflight(folder(tmp_path)))
     (tmp_path / "tokenizer.json").unlink()
     assert any("tokenizer.json: is absent" in p for p in preflight(tmp_path))
+
+
+def test_a_folder_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(FileFormatError, match=r"oracle-a: cannot be looked at \(Permission denied\)"):
+        Checkpoint.open(ORACLE)
+
+
+WHOLE = (ORACLE / "model.safetensors").read_bytes()
+HEADER_END = 8 + int.from_bytes(WHOLE[:8], "little")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_real_header_with_wrong_bytes_is_refused_or_still_right(tmp_path: Path, data: st.DataObject) -> None:
+    """Up to three bytes of a real header replaced: one error of ours, or the very same tensors at the same places."""
+    damaged = bytearray(WHOLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, HEADER_END - 1))] = data.draw(
+            st.sampled_from(b'0123456789abcxyz{}[]",: -.eE\\\xff')
+        )
+    (folder(tmp_path) / "model.safetensors").write_bytes(damaged)
+    try:
+        got = Checkpoint.open(tmp_path)
+    except Ds4Error as e:
+        assert str(tmp_path) in str(e) and "\n" not in str(e)
+        return
+    places = {(i.name, i.dtype, i.shape, i.offset) for i in got.infos.values()}
+    assert places == {(i.name, i.dtype, i.shape, i.offset) for i in Checkpoint.open(ORACLE).infos.values()}
 
 
 def test_engram_parts_in_two_shards(tmp_path: Path) -> None:

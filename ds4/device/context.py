@@ -137,6 +137,10 @@ class Context:
             self.driver.call("cuCtxSetCurrent", self._context)
             self._thread = threading.get_ident()
 
+    def close(self) -> None:
+        """The process ends: from here on destructors leave the driver alone."""
+        self.closed = True
+
     def call(self, name: str, *args: Any) -> Any:
         """A driver call in this context."""
         if threading.get_ident() != self._thread:

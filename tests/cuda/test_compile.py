@@ -7,6 +7,8 @@ table's. Results are cached, so a second run compiles nothing.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ds4.device.build import Builder, default_cuda_dir, resources, warnings
@@ -48,13 +50,17 @@ def faults(row: Kernel, log: str, arch: str) -> list[str]:
 
 @pytest.mark.parametrize("arch", SMEM)
 @pytest.mark.parametrize("source", sorted({row.source for row in ROWS.values()}))
-def test_compiles_clean_at_the_released_shapes(builder: Builder, source: str, arch: str) -> None:
+def test_compiles_clean_at_the_released_shapes(
+    builder: Builder, source: str, arch: str, compiles: dict[str, float]
+) -> None:
     wrong = []
+    started = time.monotonic()
     for row in ROWS.values():
         if row.source == source:
             _, log = builder.gpu(released_unit(row), arch)
             wrong += faults(row, log, arch)
             wrong += [f"{source} on {arch}: {w}" for w in warnings(log)]
+    compiles[f"{source} {arch}"] = time.monotonic() - started
     assert list(dict.fromkeys(wrong)) == []
 
 

@@ -299,7 +299,11 @@ def _check(c: ModelConfig) -> None:
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even")
     need(c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim), "qk_rope_head_dim exceeds a head width")
     need(c.num_attention_heads % c.o_groups == 0, "o_groups must divide num_attention_heads")
-    for key, most in (("n_routed_experts", 2**16), ("dspark_n_routed_experts", 2**16), ("num_nextn_predict_layers", 64)):
+    for key, most in (
+        ("n_routed_experts", 2**16),
+        ("dspark_n_routed_experts", 2**16),
+        ("num_nextn_predict_layers", 64),
+    ):
         need(getattr(c, key) <= most, f"{key} is {getattr(c, key)}; at most {most} can be addressed")
     need(c.vision is None or c.vision.num_hidden_layers <= 4096, "vision_config.num_hidden_layers exceeds 4096")
     need(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")

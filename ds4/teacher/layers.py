@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds4.model.config import ModelConfig
-from ds4.teacher.attention import AttentionWeights, attention
-from ds4.teacher.engram import EngramWeights, engram
+from ds4.teacher.attention import AttentionWeights
+from ds4.teacher.engram import EngramWeights
 from ds4.teacher.hyper import HyperWeights, collapse, expand, mixes
 from ds4.teacher.moe import Expert, MoeWeights, moe
-from ds4.teacher.numerics import F32, Numerics
-from ds4.teacher.state import Call, State
+from ds4.teacher.numerics import F32, Mask, Numerics
 
 
 @dataclass(frozen=True)
@@ -38,35 +37,28 @@ def enter(nm: Numerics, config: ModelConfig, embeds_RD: F32) -> tuple[F32, F32]:
     return streams, pre
 
 
-def add_engram(
-    nm: Numerics, config: ModelConfig, w: LayerWeights, x_RSD: F32, rows_RE: F32 | None, call: Call
-) -> F32:
-    """X after the layer's engram; X itself where the layer has none."""
-    if w.engram is None:
-        return x_RSD
-    assert rows_RE is not None
-    return engram(nm, config, w.engram, x_RSD, rows_RE, call.image)
-
-
 def block(
     nm: Numerics,
     config: ModelConfig,
-    layer: int,
     w: LayerWeights,
+    attend: Callable[[F32], F32],
     load_expert: Callable[[int], Expert],
     x_RSD: F32,
     pre_RS: F32,
-    call: Call,
-    state: State,
-    frequencies: F32,
+    image_R: Mask | None,
+    n_used: int,
 ) -> tuple[F32, F32]:
-    """Attention and FFN of one layer: (X, pre) in, (X, pre for the next layer's attention) out."""
+    """Attention and FFN of one layer or draft stage: (X, pre) in, (X, pre for the next attention) out.
+
+    Args:
+        attend: the attention sublayer on its normalised input f32 [R, D].
+        n_used: experts a token.
+    """
     eps = config.rms_norm_eps
     a_pre, a_post, a_comb = mixes(nm, config, w.hc_attn, x_RSD)
-    y = nm.rms_norm(collapse(nm, x_RSD, pre_RS), w.attn_norm, eps)
-    y = attention(nm, config, layer, w.attention, y, call, state, frequencies)
+    y = attend(nm.rms_norm(collapse(nm, x_RSD, pre_RS), w.attn_norm, eps))
     x_RSD = expand(nm, y, x_RSD, a_post, a_comb)
     f_pre, f_post, f_comb = mixes(nm, config, w.hc_ffn, x_RSD)
-    z = nm.rms_norm(collapse(nm, x_RSD, a_pre), w.ffn_norm, eps)
-    z = moe(nm, config, w.moe, load_expert, z, call.image, config.num_experts_per_tok)
+    z = nm.rms_norm(collapse(nm, x_RSD, a_pre), w.ffn_norm, eps)  # attention's own pre feeds the FFN
+    z = moe(nm, config, w.moe, load_expert, z, image_R, n_used)
     return expand(nm, z, x_RSD, f_post, f_comb), f_pre

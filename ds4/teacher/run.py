@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.engram.hash import EngramTables, hash_rows
+from ds4.engram.hash import DEAD, EngramTables, hash_rows
 from ds4.errors import CapacityError, Ds4Error, MissingTensorError, RequestError, UsageError
+from ds4.teacher.attention import attention
+from ds4.teacher.engram import engram
 from ds4.teacher.hyper import collapse
 from ds4.teacher.indexer import published_after
-from ds4.teacher.layers import add_engram, block, enter
+from ds4.teacher.layers import LayerWeights, block, enter
 from ds4.teacher.moe import RouterError
 from ds4.teacher.numerics import F32, I64, Mask, Numerics
 from ds4.teacher.source import Source
@@ -27,7 +29,6 @@ from ds4.teacher.state import Call, State
 from ds4.teacher.stream import Stream
 
 INDEX_KEYS = ("owner", "released")
-DEAD = -1
 Progress = Callable[[int, int], None]  # layer calls done, layer calls in all
 
 
@@ -56,9 +57,9 @@ class Teacher:
         self.config = source.config
         self.nm = Numerics.of(arith, xp)
         self.index_keys = index_keys
-        self.tables: EngramTables = source.engram_tables()
+        self.tables: EngramTables | None = source.engram_tables() if self.config.engram_layer_ids else None
         self._source = source
-        self._stream = Stream(self.nm, source)
+        self.stream = Stream(self.nm, source)
         self._frequencies = [
             self.nm.to_xp(np.array(self.config.rope_frequencies(layer), dtype=np.float32))
             for layer in range(self.config.num_hidden_layers)
@@ -106,7 +107,7 @@ class Teacher:
             parts = [slice(0, n)]
         logits = []
         for part in parts:
-            embeds = self._stream.embeds(ids[part]) if embeds_RD is None else self.nm.to_xp(embeds_RD[part])
+            embeds = self.stream.embeds(ids[part]) if embeds_RD is None else self.nm.to_xp(embeds_RD[part])
             image = None if image_R is None else self.nm.to_xp(np.asarray(image_R, dtype=bool)[part])
             logits.append(self._call(state, ids[part], embeds, image, decode, trace, progress))
         return np.concatenate(logits)
@@ -167,31 +168,29 @@ class Teacher:
         positions = np.arange(start, start + n, dtype=np.int64)
         by_publisher = decode and self.index_keys == "released"
         call = Call(start, n, nm.to_xp(positions), image, by_publisher)
-        seen = np.asarray(self.tables.token_map)[ids].astype(np.int64)
-        if image is not None:
-            if not self._source.has("layers.0.ffn.gate.bias_vl"):
-                raise MissingTensorError("these weights have no gate.bias_vl: they cannot take image positions")
-            seen[nm.to_host(image)] = DEAD
-        state.history = np.concatenate([state.history, seen])
-        rows_RGN = hash_rows(self.tables, config, state.history, positions)
-
+        if image is not None and not self._source.has("layers.0.ffn.gate.bias_vl"):
+            raise MissingTensorError("these weights have no gate.bias_vl: they cannot take image positions")
+        rows_RGN = self._hash_rows(state, ids, positions, image)
+        n_used = config.num_experts_per_tok
         x_RSD, pre_RS = enter(nm, config, embeds_RD)
         streams, hidden = [], []
         for layer in range(config.num_hidden_layers):
             prefix = f"layers.{layer}"
             if trace is not None:
                 streams.append(nm.to_host(x_RSD))
-            w = self._stream.layer(prefix)
-            x_RSD = add_engram(nm, config, w, x_RSD, self._engram_rows(layer, rows_RGN), call)
+            w = self.stream.layer(prefix)
+            rows_RE = self._engram_rows(layer, rows_RGN)
+            if w.engram is not None and rows_RE is not None:
+                x_RSD = engram(nm, config, w.engram, x_RSD, rows_RE, image)
             if trace is not None and layer in config.dspark_target_layer_ids:
                 hidden.append(nm.to_host(nm.bf16(x_RSD.mean(axis=1))))
-            load_expert = partial(self._stream.expert, prefix)
-            frequencies = self._frequencies[layer]
+            attend = partial(self._attend, layer, w, call, state)
+            load_expert = partial(self.stream.expert, prefix)
             try:
-                x_RSD, pre_RS = block(nm, config, layer, w, load_expert, x_RSD, pre_RS, call, state, frequencies)
+                x_RSD, pre_RS = block(nm, config, w, attend, load_expert, x_RSD, pre_RS, image, n_used)
             except RouterError as e:
                 raise _not_finite(f"the router of layer {layer}", start + e.row) from e
-            del w  # before the next layer's weights are made
+            del w, attend  # before the next layer's weights are made
             self._check_finite(x_RSD, layer, start)
             if progress is not None:
                 progress()
@@ -204,6 +203,20 @@ class Teacher:
             trace.main_hidden.append(np.concatenate(hidden, axis=1) if hidden else np.zeros((n, 0), np.float32))
         return self._head(x_RSD, pre_RS, start)
 
+    def _attend(self, layer: int, w: LayerWeights, call: Call, state: State, x_RD: F32) -> F32:
+        frequencies = self._frequencies[layer]
+        return attention(self.nm, self.config, layer, w.attention, x_RD, call, state, frequencies)
+
+    def _hash_rows(self, state: State, ids: I64, positions: I64, image: Mask | None) -> I64:
+        """Append to the history and look up the call's rows, i64 [R, G, columns]."""
+        if self.tables is None:
+            return np.zeros((len(ids), 0, self.config.engram_columns), np.int64)
+        seen = self.tables.compress(ids)
+        if image is not None:
+            seen[self.nm.to_host(image)] = DEAD
+        state.history = np.concatenate([state.history, seen])
+        return hash_rows(self.tables, self.config, state.history, positions)
+
     def _engram_rows(self, layer: int, rows_RGN: I64) -> F32 | None:
         slot = self.config.engram_slot(layer)
         if slot is None:
@@ -215,10 +228,10 @@ class Teacher:
 
     def _head(self, x_RSD: F32, pre_RS: F32, start: int) -> F32:
         nm = self.nm
-        h = nm.rms_norm(collapse(nm, x_RSD, pre_RS), self._stream.dense("norm.weight"), self.config.rms_norm_eps)
+        h = nm.rms_norm(collapse(nm, x_RSD, pre_RS), self.stream.dense("norm.weight"), self.config.rms_norm_eps)
         logits = np.empty((h.shape[0], self.config.vocab_size), dtype=np.float32)
         lo = 0
-        for rows in self._stream.head_blocks():
+        for rows in self.stream.head_blocks():
             logits[:, lo : lo + rows.shape[0]] = nm.to_host(h @ rows.T)
             lo += rows.shape[0]
         finite_R = np.isfinite(logits).all(axis=1)

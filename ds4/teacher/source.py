@@ -57,7 +57,9 @@ class Source(Protocol):
         """Rows [n] of that layer's table, f32 [n, head_dim]."""
         ...
 
-    def engram_tables(self) -> EngramTables: ...
+    def engram_tables(self) -> EngramTables:
+        """Asked for only where the model has engram layers."""
+        ...
 
 
 class CheckpointSource:
@@ -148,7 +150,8 @@ class BaseSource:
         return codecs.dequant_engram(codes[rows], scales[rows])
 
     def engram_tables(self) -> EngramTables:
-        return EngramTables(*self._base.engram_tensors())
+        t = self._base.engram_tensors()
+        return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
 def _to_f32(raw: NDArray[Any]) -> F32:

@@ -70,7 +70,7 @@ DEV u32 radix_select(SampleSmem& sm, int vocab, u64 target, u64& above, Entry en
             u64 weight;
             const bool counts = entry(v, key, weight);
             if (counts && (shift == 24 || key >> (shift + 8) == prefix))
-                satomic_add(sm.bins, key >> shift & 255u, weight);
+                atomicAdd(&sm.bins[key >> shift & 255u], weight);
         }
         sync_block();
         if (threadIdx.x < 32) {  // lane i looks after bins 8 i .. 8 i + 7; the search runs from the top bin down

@@ -4,7 +4,7 @@ from ds4.device.kernels import Kernel
 
 SLICE = 256
 ROWS = 8
-RELEASED = {"R": 1, "S": 4, "D": 5120, "M": 24, "P": 80}
+RELEASED = {"R": 1, "S": 4, "D": 5120, "M": 24, "P": 80, "HC": 4}
 ONE_ROW = "one block owns a row because its norm needs the whole row: 80 KB of streams, read once from L2"
 
 HYPER_DOTS = Kernel(

@@ -1,8 +1,30 @@
-"""The model on a device: sessions that hold token sequences."""
+"""The model on a device: sessions that hold token sequences.
 
-from ds4.engine.engine import Engine
-from ds4.engine.prefill import Cancelled
-from ds4.engine.sampling import Sampling
-from ds4.engine.session import Session, SessionSnapshot
+Names are imported when used, so that an operator can be tested without the whole engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds4.engine.engine import Engine
+    from ds4.engine.prefill import Cancelled
+    from ds4.engine.sampling import Sampling
+    from ds4.engine.session import Session, SessionSnapshot
 
 __all__ = ["Cancelled", "Engine", "Sampling", "Session", "SessionSnapshot"]
+_HOMES = {
+    "Cancelled": "prefill",
+    "Engine": "engine",
+    "Sampling": "sampling",
+    "Session": "session",
+    "SessionSnapshot": "session",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"ds4.engine has no {name}")
+    return getattr(importlib.import_module(f"ds4.engine.{_HOMES[name]}"), name)

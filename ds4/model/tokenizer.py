@@ -6,8 +6,8 @@ text between two of them is encoded as one piece, whoever wrote its parts (encod
 
 Two sources give the same ids: a checkpoint's tokenizer.json, and the token and merge lists of a base file,
 for which the released pre-tokenizer is assumed (its classes are Unicode 16.0, inside the library).
-Refused: other models than byte-level BPE, ids with gaps, two ids of one name, names at other ids than the
-released ones in a vocabulary of the released size.
+Refused: other models than byte-level BPE, more ids than the model has, two ids of one name, names at other
+ids than the released ones in a vocabulary of the released size. Ids that no token has decode to nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
@@ -26,7 +26,8 @@ from tokenizers import Regex, models, pre_tokenizers
 from ds4.errors import FileFormatError, RequestError
 from ds4.model.config import ModelConfig
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type; UNUSED: an id without a token
+MAX_IDS = 1 << 20
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
@@ -63,6 +64,19 @@ class Special:
 Segment = Special | str
 
 
+class BaseTokens(Protocol):
+    """What a base file holds of its tokenizer (`ds4.base`'s `tokenizer_data`)."""
+
+    @property
+    def tokenizer_json(self) -> str | None: ...
+    @property
+    def tokens(self) -> Sequence[str]: ...
+    @property
+    def merges(self) -> Sequence[str]: ...
+    @property
+    def token_types(self) -> Sequence[int] | None: ...
+
+
 def segments_text(segments: Iterable[Segment]) -> str:
     """The prompt as one string, added tokens spelled out: for people and for golden examples."""
     return "".join(s.name if isinstance(s, Special) else s for s in segments)
@@ -88,13 +102,14 @@ class Tokenizer:
         where: str,
     ) -> None:
         self._backend = backend
-        self.tokens = [OLD_NAMES.get(t, t) if k != NORMAL else t for t, k in zip(tokens, token_types, strict=True)]
+        is_added = [k in (CONTROL, USER_DEFINED) for k in token_types]
+        self.tokens = [OLD_NAMES.get(t, t) if a else t for t, a in zip(tokens, is_added, strict=True)]
         self.merges = list(merges)
         self.token_types = list(token_types)
         self.json_text = json_text
         self.where = where
-        self.added = {t: i for i, (t, k) in enumerate(zip(self.tokens, token_types)) if k != NORMAL}
-        if len(self.added) != sum(k != NORMAL for k in token_types):
+        self.added = {t: i for i, (t, a) in enumerate(zip(self.tokens, is_added)) if a}
+        if len(self.added) != sum(is_added):
             raise FileFormatError(f"{where}: two added tokens have the same name")
         if len(self.tokens) == RELEASED_SIZE:
             for name, i in RELEASED_IDS.items():
@@ -103,8 +118,8 @@ class Tokenizer:
                         f"{where}: {name} has id {self.added.get(name)}, the released model has {i}"
                     )
         self._bytes = [
-            t.encode() if k != NORMAL else _piece_bytes(t, where)
-            for t, k in zip(self.tokens, token_types, strict=True)
+            _piece_bytes(t, where) if k == NORMAL else b"" if k == UNUSED else t.encode()
+            for t, k in zip(self.tokens, token_types)
         ]
         self._added_ids = frozenset(self.added.values())
         longest_first = sorted(self.added, key=len, reverse=True)
@@ -129,11 +144,13 @@ class Tokenizer:
         return Tokenizer.from_json(text, config, where=str(p))
 
     @staticmethod
-    def from_json(text: str, config: ModelConfig | None = None, where: str = "tokenizer.json") -> Tokenizer:
-        """Build from the text of a tokenizer.json; see `from_file`."""
+    def from_json(
+        text: str, config: ModelConfig | None = None, where: str = "tokenizer.json", n_ids: int | None = None
+    ) -> Tokenizer:
+        """Build from the text of a tokenizer.json; see `from_file`. `n_ids`: how many, if the config is not given."""
         try:
             parsed = json.loads(text)
-            tokens, merges, types = _json_parts(parsed, where)
+            tokens, merges, types = _json_parts(parsed, config.vocab_size if config else n_ids, where)
             # Without its added tokens the library cannot make one out of text; the rest stays as the file says.
             bare = {**parsed, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
             backend = tokenizers.Tokenizer.from_str(json.dumps(bare))
@@ -165,7 +182,7 @@ class Tokenizer:
             token_types = [CONTROL if i < 3 or i >= FIRST_ADDED else NORMAL for i in range(len(tokens))]
         if len(token_types) != len(tokens):
             raise FileFormatError(f"{where}: {len(token_types)} token types for {len(tokens)} tokens")
-        types = [NORMAL if k == NORMAL else CONTROL if k == CONTROL else USER_DEFINED for k in token_types]
+        types = [k if k in (NORMAL, CONTROL, UNUSED) else USER_DEFINED for k in token_types]
         vocab = {t: i for i, t in enumerate(tokens) if types[i] == NORMAL}
         if len(vocab) != types.count(NORMAL):
             raise FileFormatError(f"{where}: two ids have the same token string")
@@ -185,29 +202,20 @@ class Tokenizer:
         return _checked(Tokenizer(backend, tokens, merges, types, None, where), config)
 
     @staticmethod
-    def from_base(
-        json_text: str | None,
-        tokens: Sequence[str],
-        merges: Sequence[str],
-        token_types: Sequence[int] | None = None,
-        config: ModelConfig | None = None,
-        where: str = "tokenizer.ggml",
-    ) -> Tokenizer:
+    def from_base(data: BaseTokens, config: ModelConfig | None = None, where: str = "tokenizer.ggml") -> Tokenizer:
         """From a base file's metadata: its tokenizer.json if it carries one, else the lists.
 
         Raises:
-            FileFormatError: as `from_parts`; or the two are there and name their tokens differently.
+            FileFormatError: as `from_parts`; or both are there and name a token differently.
         """
-        if json_text is None:
-            return Tokenizer.from_parts(tokens, merges, token_types, config, where)
-        own = Tokenizer.from_json(json_text, config, where="ds4.tokenizer_json")
-        for i, (a, b) in enumerate(zip(own.tokens, tokens)):
+        if data.tokenizer_json is None:
+            return Tokenizer.from_parts(data.tokens, data.merges, data.token_types, config, where)
+        own = Tokenizer.from_json(data.tokenizer_json, config, "ds4.tokenizer_json", n_ids=len(data.tokens))
+        for i, (a, b) in enumerate(zip(own.tokens, data.tokens)):
             if a != OLD_NAMES.get(b, b):
                 raise FileFormatError(
                     f"{where}: token {i} is {b!r} in the token list and {a!r} in ds4.tokenizer_json"
                 )
-        if len(own.tokens) != len(tokens):
-            raise FileFormatError(f"{where}: {len(tokens)} tokens listed, ds4.tokenizer_json has {len(own.tokens)}")
         return own
 
     @property
@@ -377,7 +385,7 @@ def _piece_bytes(token: str, where: str) -> bytes:
     return token.translate(_ALPHABET).encode("latin-1")
 
 
-def _json_parts(parsed: Any, where: str) -> tuple[list[str], list[str], list[int]]:
+def _json_parts(parsed: Any, n_ids: int | None, where: str) -> tuple[list[str], list[str], list[int]]:
     """Tokens, merges and token types of a parsed tokenizer.json."""
     model = parsed.get("model") if isinstance(parsed, dict) else None
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
@@ -395,12 +403,14 @@ def _json_parts(parsed: Any, where: str) -> tuple[list[str], list[str], list[int
         if names.setdefault(i, token) != token:
             raise FileFormatError(f"{where}: id {i} is both {names[i]!r} and {token!r}")
         types[i] = kind  # ids that are in both lists are added tokens
-    gap = next((i for i in range(len(names)) if i not in names), None)
-    if gap is not None:
-        raise FileFormatError(f"{where}: no token has id {gap}; ids must run from 0 without gaps")
+    count = max(names, default=-1) + 1
+    if count > (n_ids or MAX_IDS):
+        raise FileFormatError(
+            f"{where}: token {names[count - 1]!r} has id {count - 1}, the model has {n_ids or MAX_IDS} ids"
+        )
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    order = range(len(names))
-    return [names[i] for i in order], merges, [types[i] for i in order]
+    order = range(n_ids or count)
+    return [names.get(i, f"[PAD{i}]") for i in order], merges, [types.get(i, UNUSED) for i in order]
 
 
 def _checked(tokenizer: Tokenizer, config: ModelConfig | None) -> Tokenizer:

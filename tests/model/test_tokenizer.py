@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -125,14 +126,36 @@ def test_toy_vocabularies_load_and_resolve_specials_by_name(name: str) -> None:
     assert tokenizer.encode_segments([Special(USER), "x"], spell_missing=True) == tokenizer.encode("<｜User｜>x")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """As a base file's metadata comes."""
+
+    tokenizer_json: str | None
+    tokens: list[str]
+    merges: list[str]
+    token_types: list[int] | None
+
+
 def test_a_base_round_trip_keeps_every_id() -> None:
     own = toy("oracle-a")
-    again = Tokenizer.from_base(own.json_text, own.tokens, own.merges, own.token_types)
+    again = Tokenizer.from_base(Parts(own.json_text, own.tokens, own.merges, own.token_types))
     assert again.tokens == own.tokens and again.encode("Hello wörld") == own.encode("Hello wörld")
     with pytest.raises(FileFormatError, match="token 7 is"):
-        Tokenizer.from_base(own.json_text, [*own.tokens[:7], "?", *own.tokens[8:]], own.merges, own.token_types)
-    with pytest.raises(FileFormatError, match="319 tokens listed"):
-        Tokenizer.from_base(own.json_text, own.tokens[:-1], own.merges, own.token_types[:-1])
+        Tokenizer.from_base(Parts(own.json_text, [*own.tokens[:7], "?", *own.tokens[8:]], own.merges, None))
+    with pytest.raises(FileFormatError, match="has id 319, the model has 319 ids"):
+        Tokenizer.from_base(Parts(own.json_text, own.tokens[:-1], own.merges, own.token_types[:-1]))
+    lists = Tokenizer.from_base(Parts(None, real().tokens, real().merges, real().token_types))
+    assert lists.encode("a  1 東京") == real().encode("a  1 東京") and lists.added == real().added
+
+
+def test_ids_without_a_token_decode_to_nothing() -> None:
+    own = toy("oracle-a")
+    wide = Tokenizer.from_json(own.json_text or "", n_ids=330)
+    assert wide.vocab_size == 330 and wide.tokens[325] == "[PAD325]" and wide.decode([325, 3 + 0x41, 329]) == "A"
+    again = Tokenizer.from_base(Parts(own.json_text, wide.tokens, wide.merges, wide.token_types))
+    lists = Tokenizer.from_base(Parts(None, wide.tokens, wide.merges, wide.token_types))
+    assert again.tokens == lists.tokens == wide.tokens and lists.decode([325]) == ""
+    assert "[PAD325]" not in lists.added and lists.decode(lists.encode("[PAD325]")) == "[PAD325]"
 
 
 @settings(max_examples=300, deadline=None)
@@ -198,7 +221,7 @@ def edited(**changes: object) -> str:
     [
         "", "{", "[]", "null", '"x"', "{}", '{"model": {}}', edited(model={"type": "Unigram", "vocab": []}),
         edited(added_tokens=[{"id": 3}]), edited(added_tokens=[{"id": "x", "content": "y"}]), edited(added_tokens=7),
-        edited(added_tokens=[{"id": 3, "content": "taken"}]), edited(added_tokens=[{"id": 999, "content": "gap"}]),
+        edited(added_tokens=[{"id": 3, "content": "taken"}]), edited(added_tokens=[{"id": 2**20, "content": "far"}]),
         edited(added_tokens=[{"id": -1, "content": "y"}]), edited(pre_tokenizer={"type": "NoSuch"}),
         edited(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
         edited(added_tokens=[{"id": 320, "content": "same"}, {"id": 321, "content": "same"}]),
@@ -230,7 +253,7 @@ def test_lists_that_do_not_fit_are_refused(
 
 
 def test_a_vocabulary_of_another_model_is_refused() -> None:
-    with pytest.raises(FileFormatError, match="336 tokens, but the config has vocab_size 320"):
+    with pytest.raises(FileFormatError, match="id 335, the model has 320 ids"):
         Tokenizer.from_file(DATA / "oracle-b", ModelConfig.load(DATA / "oracle-a"))
     tokens = list(real().tokens)
     tokens[128803], tokens[128804] = tokens[128804], tokens[128803]

@@ -12,8 +12,10 @@ from ds4.teacher.attention import attend
 from ds4.teacher.engram import EngramWeights, engram
 from ds4.teacher.hyper import HyperWeights, collapse, expand, mixes, split_mixes
 from ds4.teacher.indexer import (
+    IndexerWeights,
     best_mask,
     candidate_blocks,
+    index_query,
     index_scores,
     mask_to_candidates,
     published_after,
@@ -241,6 +243,21 @@ def test_index_scores_relu_on_the_dot_and_missing_keys() -> None:
     assert index_scores(NM, q, w, keys[:0], np.array([2]), 2).tolist() == [[-np.inf, -np.inf]]
 
 
+def test_index_query_scales_its_weights() -> None:
+    """A positive common factor on the weights shows in no output, so the oracles cannot see it."""
+    rng = np.random.default_rng(5)
+    heads, width, d = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.hidden_size
+    weights = IndexerWeights(
+        rng.standard_normal((heads * width, CONFIG.q_lora_rank)).astype(np.float32),
+        rng.standard_normal((heads, d)).astype(np.float32),
+    )
+    qr, x = rng.standard_normal((2, CONFIG.q_lora_rank)), rng.standard_normal((2, d))
+    f = np.ones(2, np.float32)
+    q, w = index_query(NM, CONFIG, weights, qr.astype(np.float32), x.astype(np.float32), np.array([0, 0]), f)
+    np.testing.assert_allclose(w, (x @ weights.weights_proj.T) * width**-0.5 * heads**-0.5, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(q.reshape(2, -1), qr @ weights.wq_b.T, rtol=1e-4, atol=1e-5)
+
+
 def test_candidates_force_the_newest_block() -> None:
     config = replace(CONFIG, candidate_block_size=2, candidate_topk_blocks=2)
     inf = -np.inf
@@ -265,5 +282,6 @@ def test_publishers_come_from_positions() -> None:
         kv_source_layer_ids=(2, 8, 14), compress_ratios=PUBLISHED.compress_ratios
     )  # no owner that closes at every position
     assert publishers(halves, 2, 6, 2, 14) == [14, 2]
+    assert publishers(halves, 2, 6, 3, 8) == [8, 2, 14]
     assert published_after(halves, 6, 1, 8, decode=True) == 8
     assert published_after(halves, 0, 1, None, decode=False) is None

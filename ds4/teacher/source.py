@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.base import Base
 from ds4.base.codecs import decode
 from ds4.base.plan import plan
+from ds4.base.reader import Base
 from ds4.base.types import FP8_32X32
 from ds4.checkpoint import codecs
 from ds4.checkpoint.reader import Checkpoint

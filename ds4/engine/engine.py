@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds4.base import Base
+from ds4.base.reader import Base
 from ds4.device import Device
 from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
@@ -92,7 +92,7 @@ class Engine:
             raise UsageError(f"chunk is {chunk}; it must be at least 1")
         base = Base.open(path, engram_dir)
         _check_memory(base, mem_budget_mb)
-        tokenizer = Tokenizer.from_base(base.tokenizer_data())
+        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
             table = base.engram_table(g)

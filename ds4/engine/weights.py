@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds4.base import Base
+from ds4.base.reader import Base
 from ds4.device import Buffer, Device
 from ds4.engine.ops.experts import ExpertWeights, place_experts
 from ds4.engine.ops.hyper import HyperParams

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ds4.base.quantize import quantize
+from ds4.cli.quantize import tables_of
 
 from ds4.device import Device
 from ds4.engine import Engine
@@ -21,13 +22,13 @@ DATA = Path(__file__).parent.parent / "data"
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`bases("oracle-a")`: its base file, 10-bit experts in the upper layers and 13-bit ones below."""
+    """`bases("oracle-a")`: its base file by the default recipe."""
     folder = tmp_path_factory.mktemp("bases")
 
     def base(name: str) -> Path:
         out = folder / f"{name}.gguf"
         if not out.exists():
-            quantize(DATA / name, out)
+            quantize(DATA / name, out, tables_of(DATA / name))
         return out
 
     return base

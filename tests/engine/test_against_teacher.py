@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4.base import Base
+from ds4.base.reader import Base
 from ds4.checkpoint.safetensors import load_arrays
 from ds4.engine import Engine
 from ds4.engine.score import score

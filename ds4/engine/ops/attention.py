@@ -18,8 +18,8 @@ def attention(
 ) -> None:  # fmt: skip
     """out A [R, H, K] = attention of q A [R, H, K] over each row's window and picked rows, rotated back.
 
-    Key order is by position, then by pick, whatever the chunking: positions max(first, p - window + 1) .. p, those from
-    pos[0] on from chunk, older ones from ring (slot p % ring rows), then comp[picks[r, i]] up to the first -1.
+    Key order is by position, then by pick, whatever the chunking: positions max(first, p - window + 1) .. p, from
+    chunk where they are pos[0] or later, older ones from ring (slot p % ring rows), then comp[picks[r, i]] up to the first -1.
 
     Args:
         family: "step" (1..8 rows, keys split over blocks) or "prefill" (any rows).
@@ -35,7 +35,7 @@ def attention(
     ring_rows = ring.shape[0]
     if ring_rows < window:
         raise DeviceError(f"attention: a ring of {ring_rows} rows does not hold a window of {window}")
-    topk = picks.shape[1] if picks else 0
+    topk = picks.shape[1] if picks is not None else 0
     slots = window + topk
     split = STEP_SLOTS if family == "step" else slots
     n_splits = -(-slots // split)

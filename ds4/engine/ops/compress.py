@@ -17,7 +17,7 @@ def compress_pool(
 
     Args:
         lat: A [R, K]; bf16 rounds the pooled vector before its norm too.   a, g: f32 [R, K], g None with ratio 1.
-        partial: f32 [2, slots, K], slots a multiple of ratio; members of the group before this call. None with ratio 1.
+        partial: f32 [2, slots, K], slots a multiple of ratio: what came before this call. None with ratio 1.
 
     Raises:
         DeviceError: a ratio above 1 without g or partial, or slots that groups do not divide.
@@ -41,5 +41,5 @@ def compress_store(dev: Device, comp: Buffer, lat: Buffer, pos: Buffer, freq: Bu
 def index_keys(
     dev: Device, keys: Buffer, k: Buffer, norm_w: Buffer, pos: Buffer, freq: Buffer, R: int, ratio: int, eps: float
 ) -> None:
-    """keys[pos // ratio] = k f32 [R, I] of closing rows: RMSNorm, rope at the group's first position, Q4idx or f32."""
+    """keys[pos // ratio] = k f32 [R, I] of closing rows: normed, roped at the group's start, Q4idx or f32."""
     dev.launch(INDEX_KEYS[mode_of(keys)], keys, k, norm_w, pos, freq, R, ratio, eps)

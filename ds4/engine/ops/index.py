@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ds4.device import Buffer, Device
 from ds4.device.kernels.index import INDEX_QUERY, INDEX_SCORES
 from ds4.device.kernels.topk import SMALL_CAPACITY, TOPK_BLOCKS, TOPK_BLOCKS_SMALL, TOPK_ROWS, TOPK_ROWS_SMALL
-from ds4.engine.ops.kv import KvMode, mode_of
+from ds4.engine.ops.kv import mode_of
 from ds4.engine.scratch import Workspace
 
 SCORES_ELEMENTS = 1 << 24  # scores held at a time: 64 MB, or eight rows if those are longer
 LEAST_ROWS = 8
 PREFILL_ROWS = 8  # queries that share a tile of keys
 
-Candidates = tuple[Literal["make", "use"], Buffer]
+Candidates = tuple[str, Buffer]  # "make" or "use", and the mask
 
 
 def mask_words(capacity: int, block_size: int) -> int:
@@ -23,7 +21,7 @@ def mask_words(capacity: int, block_size: int) -> int:
     return -(-n_blocks // 32)
 
 
-def index_query(dev: Device, q: Buffer, pos: Buffer, freq: Buffer, R: int, kv: KvMode) -> None:
+def index_query(dev: Device, q: Buffer, pos: Buffer, freq: Buffer, R: int, kv: str) -> None:
     """Rope q f32 [R, Hi, I] at its positions and round it to Q4idx unless kv is "f32"; in place."""
     dev.launch(INDEX_QUERY[kv], q, pos, freq, R, q.shape[1])
 
@@ -35,8 +33,8 @@ def index_select(
 ) -> None:  # fmt: skip
     """picks[r] = the best rows j < lens of score[r, j] = sum_h w[r,h] factor relu(q[r,h] . keys[j]).
 
-    Rising, -1 padded; ties take the lowest row, rows of -inf are dropped. lens = (pos[r] + 1) // ratio. Scores are held
-    for a bounded number of rows at a time; a row's picks do not depend on how many that is.
+    Rising, -1 padded; ties take the lowest row, rows of -inf are dropped. lens = (pos[r] + 1) // ratio. Scores are
+    held for a bounded number of rows at a time; a row's picks do not depend on how many that is.
 
     Args:
         family: "step" (1..8 rows) or "prefill"; they differ only in how many queries share a tile of keys.
@@ -53,7 +51,7 @@ def index_select(
     for r in range(0, R, held):
         n = min(held, R - r)
         some_pos = pos.view(4 * r, (n,), "i32")
-        some_mask = mask.view(4 * r * words, (n, words), "u32") if mask else None
+        some_mask = mask.view(4 * r * words, (n, words), "u32") if mask is not None else None
         dev.launch(
             INDEX_SCORES[mode_of(keys)], scores, q.view(4 * r * n_heads * width, (n, n_heads, width), "f32"),
             w.view(4 * r * n_heads, (n, n_heads), "f32"), keys, some_pos, some_mask if kind == "use" else None, n,

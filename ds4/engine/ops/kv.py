@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ds4.device import Buffer, Device
 from ds4.device.kernels.kv import WINDOW_COMMIT, WINDOW_KV, comp_row_bytes, index_row_bytes, window_row_bytes
+from ds4.errors import UsageError
 from ds4.model.config import ModelConfig
 
-__all__ = ["KvLayout", "KvMode", "kv_layout", "mode_of", "window_commit", "window_kv"]
-
-KvMode = Literal["fp4", "f32"]
+__all__ = ["KvLayout", "kv_layout", "mode_of", "window_commit", "window_kv"]
 
 
 @dataclass(frozen=True)
 class KvLayout:
     """Rows of the three caches.
 
-    Mode "fp4" packs them (u8): window rows Q8, compressed rows Q4kv, index keys Q4idx (model-text 10), each padded with
+    Mode "fp4" packs them (u8): window rows Q8, compressed rows Q4kv, index keys Q4idx (model-text 10), padded with
     zeros to a multiple of 16, 16 and 4 bytes. Mode "f32" keeps the channels as floats.
     """
 
-    mode: KvMode
+    mode: str
     head_dim: int
     index_dim: int
 
@@ -66,12 +64,21 @@ class KvLayout:
         return dev.empty(self._shape(n_rows, self.key_bytes), self.dtype)
 
 
-def kv_layout(config: ModelConfig, kv: KvMode) -> KvLayout:
-    """The layout of `config`'s caches, packed ("fp4") or not ("f32")."""
+def kv_layout(config: ModelConfig, kv: str) -> KvLayout:
+    """The layout of `config`'s caches, packed ("fp4") or not ("f32").
+
+    Raises:
+        UsageError: another mode, or head widths that blocks of 32 channels do not divide.
+    """
+    if kv not in ("fp4", "f32"):
+        raise UsageError(f"kv is {kv!r}; it can be 'fp4' (packed, as stored) or 'f32'")
+    for name, n in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
+        if n % 32 or not 32 <= n <= 512:
+            raise UsageError(f"{name} is {n}; the caches hold rows of 32 to 512 channels, a multiple of 32")
     return KvLayout(kv, config.head_dim, config.index_head_dim)
 
 
-def mode_of(rows: Buffer) -> KvMode:
+def mode_of(rows: Buffer) -> str:
     """Whether a cache buffer is packed."""
     return "fp4" if rows.dtype == "u8" else "f32"
 
@@ -79,7 +86,7 @@ def mode_of(rows: Buffer) -> KvMode:
 def window_kv(
     dev: Device, chunk: Buffer, x: Buffer, norm_w: Buffer, pos: Buffer, freq: Buffer, R: int, eps: float
 ) -> None:
-    """chunk[r] = the window row of x[r] A [R, K]: RMSNorm with norm_w f32 [K], rope at pos[r], Q8 unless chunk is f32."""
+    """chunk[r] = the window row of x[r] A [R, K]: normed with norm_w f32 [K], roped, Q8 unless f32."""
     dev.launch(WINDOW_KV[x.dtype, mode_of(chunk)], chunk, x, norm_w, pos, freq, R, eps)
 
 

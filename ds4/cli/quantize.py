@@ -1,0 +1,118 @@
+"""`ds4 quantize`: a checkpoint in the released layout becomes a base file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds4.base.experts import GAINS
+from ds4.base.inspect import plan_rows
+from ds4.base.plan import plan
+from ds4.base.quantize import quantize
+from ds4.checkpoint.reader import Checkpoint
+from ds4.engram.hash import EngramTables, derive_tables
+from ds4.errors import UsageError
+from ds4.model.config import ModelConfig
+from ds4.model.tokenizer import Tokenizer
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    p = subparsers.add_parser(
+        "quantize",
+        help="make a base file from a checkpoint",
+        description="Vector-quantize the experts and store the rest in blocks. An interrupted run goes on where it was.",
+    )
+    p.add_argument("path", metavar="DIR", nargs="?", help="a checkpoint folder in the released layout")
+    p.add_argument("-o", "--out", metavar="BASE.gguf", help="the file to write")
+    p.add_argument(
+        "--bits",
+        metavar="N",
+        help="index bits of the experts: one number, or N,N,... with one a layer",
+    )
+    p.add_argument("--gain", choices=GAINS, default="ls", help="the rule of the row gains (default ls)")
+    p.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads; same bytes")
+    p.add_argument("--force", action="store_true", help="replace BASE.gguf if it exists")
+    p.add_argument("--plan", metavar="DIR|CONFIG", help="only list the tensors of the base; needs no weights")
+    p.add_argument("--json", action="store_true", help="print the plan, or the report, as JSON")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    bits = _bits(args.bits)
+    if args.plan is not None:
+        if args.path is not None or args.out is not None:
+            raise UsageError("--plan takes the checkpoint or its config.json itself: leave DIR and -o out")
+        return _print_plan(plan_rows(plan(ModelConfig.load(args.plan), bits)), args.json)
+    if args.path is None or args.out is None:
+        raise UsageError("give a checkpoint folder and -o BASE.gguf, or --plan DIR")
+    if args.workers < 1:
+        raise UsageError(f"--workers is {args.workers}; it must be at least 1")
+    if not Path(args.out).parent.is_dir():
+        raise UsageError(f"{Path(args.out).parent}: no such folder to write {Path(args.out).name} in")
+    with _bar() as progress:
+        report = quantize(
+            args.path, args.out, tables_of(args.path), bits=bits, gain=args.gain, workers=args.workers,
+            progress=progress, overwrite=args.force,
+        )  # fmt: skip
+    if args.json:
+        print(json.dumps(report))
+    else:
+        size = Path(args.out).stat().st_size
+        print(f"{args.out}: {size:,} bytes; errors by tensor in {Path(args.out).name}.report.json")
+    return 0
+
+
+def tables_of(folder: str | Path) -> EngramTables | None:
+    """The n-gram tables of a checkpoint, derived from its tokenizer; None for a model without engram layers.
+
+    Raises:
+        FileFormatError: no tokenizer.json, or one that gives other numbers than config.json says.
+    """
+    config = Checkpoint.open(folder).config
+    if not config.engram_layer_ids:
+        return None
+    return derive_tables(config, Tokenizer.from_file(Path(folder) / "tokenizer.json", config))
+
+
+def _bits(text: str | None) -> int | list[int] | None:
+    if text is None:
+        return None
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--bits is {text!r}; expected a number, or numbers separated by commas") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _print_plan(rows: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(rows))
+        return 0
+    table = Table("tensor", "type", "dims", "bytes")
+    for row in rows:
+        table.add_row(row["name"], row["type"], "x".join(map(str, row["dims"])), f"{row['bytes']:,}")
+    Console().print(table)
+    print(f"{len(rows)} tensors, {sum(row['bytes'] for row in rows):,} bytes")
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("quantizing", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -19,7 +19,8 @@ def attention(
     """out A [R, H, K] = attention of q A [R, H, K] over each row's window and picked rows, rotated back.
 
     Key order is by position, then by pick, whatever the chunking: positions max(first, p - window + 1) .. p, from
-    chunk where they are pos[0] or later, older ones from ring (slot p % ring rows), then comp[picks[r, i]] up to the first -1.
+    chunk where they are pos[0] or later, older ones from ring (slot p % ring rows); then
+    comp[picks[r, i]] up to the first -1.
 
     Args:
         family: "step" (1..8 rows, keys split over blocks) or "prefill" (any rows).

@@ -1,0 +1,68 @@
+"""Launch table of attention.cu."""
+
+from __future__ import annotations
+
+from ds4.device.kernels import Kernel
+from ds4.device.kernels.kv import BYTES, CONSTANTS, ROW, comp_row_bytes, window_row_bytes
+
+STEP_SLOTS = 64  # key slots a block of the step family takes
+BLOCK_HEADS = 8  # heads a block, four a warp
+RELEASED = {
+    "R": 1, "n_heads": 64, "window": 128, "ring_rows": 192, "topk": 512, "n_splits": 10, "split_slots": STEP_SLOTS,
+    "HEAD_DIM": 512, "ROPE_DIM": 64, "B": 528,
+}  # fmt: skip
+
+
+def _key_bytes(window: int, topk: int, n: int, kv: str) -> int:
+    return window * window_row_bytes(n, kv) + topk * comp_row_bytes(n, kv)
+
+
+ATTENTION_ROWS: dict[tuple[str, str], Kernel] = {
+    (a, kv): Kernel(
+        name=f"attention_rows_{a}_{kv}",
+        source="attention.cu",
+        grid=lambda R, n_heads, n_splits: (-(-n_heads // BLOCK_HEADS), n_splits, R),
+        block=64,
+        args=(
+            f"out: {a}[R,n_heads,HEAD_DIM]", "part: f32[R,n_heads,n_splits,HEAD_DIM]?",
+            "part_ml: f32[R,n_heads,n_splits,2]?", f"q: {a}[R,n_heads,HEAD_DIM]", f"ring: {ROW[kv]}[ring_rows,B]",
+            f"chunk: {ROW[kv]}[R,B]", f"comp: {ROW[kv]}[*]?", "picks: i32[R,topk]?", "sinks: f32[n_heads]",
+            "pos: i32[R]", "freq: f32[ROPE_DIM//2]", "first: i32[1]", "n_heads: i32", "window: i32",
+            "ring_rows: i32", "topk: i32", "split_slots: i32", "scale: f32",
+        ),
+        smem=4 * 2 * 2 * 20,
+        constants=CONSTANTS,
+        traffic=lambda R, n_heads, n_splits, window, topk, HEAD_DIM, a=a, kv=kv: (
+            R * (n_splits * n_heads * HEAD_DIM * BYTES[a]
+                 + -(-n_heads // BLOCK_HEADS) * (_key_bytes(window, topk, HEAD_DIM, kv) + 4 * topk)),
+            R * n_heads * (n_splits * (4 * HEAD_DIM + 8) if n_splits > 1 else HEAD_DIM * BYTES[a]),
+        ),
+        released=RELEASED,
+        in_flight=2 * 4 * 288,
+    )
+    for a in ("f32", "bf16")
+    for kv in ("f32", "fp4")
+}  # fmt: skip
+
+ATTENTION_COMBINE: dict[str, Kernel] = {
+    a: Kernel(
+        name=f"attention_combine_{a}",
+        source="attention.cu",
+        grid=lambda R, n_heads: (n_heads, R, 1),
+        block=32,
+        args=(
+            f"out: {a}[R,n_heads,HEAD_DIM]", "part: f32[R,n_heads,n_splits,HEAD_DIM]",
+            "part_ml: f32[R,n_heads,n_splits,2]", "sinks: f32[n_heads]", "pos: i32[R]", "freq: f32[ROPE_DIM//2]",
+            "n_heads: i32", "n_splits: i32",
+        ),
+        constants=CONSTANTS,
+        traffic=lambda R, n_heads, n_splits, HEAD_DIM, ROPE_DIM, a=a: (
+            R * n_heads * (n_splits * (4 * HEAD_DIM + 8) + 2 * ROPE_DIM + 8),
+            R * n_heads * HEAD_DIM * BYTES[a],
+        ),
+        released=RELEASED,
+        in_flight=32 * 64,
+        reason="partial sums come from the cache, 2 KB a split and head, straight into registers",
+    )
+    for a in ("f32", "bf16")
+}  # fmt: skip

@@ -1,0 +1,53 @@
+"""Launch table of topk.cu."""
+
+from __future__ import annotations
+
+from ds4.device.kernels import Kernel
+
+SMALL_CAPACITY = 4096  # up to here a block of 128 threads selects; the result is the same
+ONE_ROW = "a row is selected by one block, and a step has few rows: scores are read in up to six passes"
+
+
+def _smem(threads: int) -> int:
+    """SelectSmem: four histograms, two counts a warp, the search's state."""
+    return 4 * (4 * 256 + 2 * (threads // 32) + 4)
+
+
+def _rows(suffix: str, threads: int) -> Kernel:
+    return Kernel(
+        name=f"topk_rows{suffix}",
+        source="topk.cu",
+        grid=lambda R: (R, 1, 1),
+        block=threads,
+        args=(
+            "picks: i32[R,topk]", "scores: f32[R,capacity]", "pos: i32[R]", "ratio: i32", "capacity: i32",
+            "topk: i32",
+        ),
+        smem=_smem(threads),
+        traffic=lambda R, capacity, topk: (R * (4 + 6 * 4 * capacity), 4 * R * topk),
+        released={"R": 1, "ratio": 2, "capacity": 25600, "topk": 512},
+        in_flight=threads * 4 * 4,
+        reason=ONE_ROW,
+    )  # fmt: skip
+
+
+def _blocks(suffix: str, threads: int) -> Kernel:
+    return Kernel(
+        name=f"topk_blocks{suffix}",
+        source="topk.cu",
+        grid=lambda R: (R, 1, 1),
+        block=threads,
+        args=(
+            "mask: u32[R,words]", "scores: f32[R,capacity]", "pos: i32[R]", "ratio: i32", "capacity: i32",
+            "block_size: i32", "n_keep: i32", "words: i32",
+        ),
+        smem=_smem(threads),
+        traffic=lambda R, capacity, words: (R * (4 + 6 * 4 * capacity), 4 * R * words),
+        released={"R": 1, "ratio": 1, "capacity": 51200, "block_size": 8, "n_keep": 2048, "words": 200},
+        in_flight=threads * 4 * 8,
+        reason=ONE_ROW,
+    )  # fmt: skip
+
+
+TOPK_ROWS, TOPK_ROWS_SMALL = _rows("", 1024), _rows("_small", 128)
+TOPK_BLOCKS, TOPK_BLOCKS_SMALL = _blocks("", 1024), _blocks("_small", 128)

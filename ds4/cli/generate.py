@@ -7,8 +7,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
 from ds4.engine import Engine, Sampling
@@ -128,7 +130,7 @@ def _prompt_ids(args: argparse.Namespace, engine: Engine) -> list[int]:
         raise UsageError(str(e)) from e
 
 
-def _read_ids(path: str) -> np.ndarray:  # type: ignore[type-arg]
+def _read_ids(path: str) -> NDArray[Any]:
     if Path(path).suffix == ".npy":
         return load_ids(path)
     try:

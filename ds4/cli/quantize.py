@@ -19,7 +19,7 @@ from ds4.base.inspect import plan_rows
 from ds4.base.plan import plan
 from ds4.base.quantize import quantize
 from ds4.checkpoint.reader import Checkpoint
-from ds4.engram.hash import EngramTables, derive_tables
+from ds4.engram.tables import EngramTables, derive_tables
 from ds4.errors import UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
 from ds4.engine.session import Session, SessionOptions
 from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
-from ds4.engram.hash import EngramTables
 from ds4.engram.store import RowStore
+from ds4.engram.tables import EngramTables
 from ds4.errors import CapacityError, UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class Engine:
         for g in range(len(base.config.engram_layer_ids)):
             table = base.engram_table(g)
             stores.append(RowStore(table.path, table.weight_offset, table.scale_offset, table.rows, table.head_dim))
-        feed = NgramFeed(base.config, EngramTables(*base.engram_tensors()), stores)
+        feed = NgramFeed(base.config, _tables(base), stores)
         dev = (device or Device.open()).with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
         options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs)
@@ -110,6 +110,11 @@ class Engine:
     def close(self) -> None:
         """Close the n-gram shards; device memory goes with the object."""
         self.feed.close()
+
+
+def _tables(base: Base) -> EngramTables:
+    t = base.engram_tensors()
+    return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
 def _check_memory(base: Base, budget_mb: int | None) -> None:

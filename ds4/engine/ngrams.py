@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.engram.hash import EngramTables, hash_rows
+from ds4.engram.hash import hash_rows
 from ds4.engram.store import RowStore, Ticket
+from ds4.engram.tables import EngramTables
 from ds4.model.config import ModelConfig
 
 

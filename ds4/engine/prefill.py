@@ -100,7 +100,7 @@ class Prefill:
             ahead = at + count
             if ahead < ext.end:
                 tickets = self.feed.request(tokens, ahead, min(self.chunk, ext.end - ahead), slots)
-            p = self._pass("prefill", at, count)
+            p = self._pass(at, count)
             for g, ticket in mine.items():
                 p.engram_rows[g].write(ticket.wait().reshape(-1))
             begin(p, self.weights, self._ids(tokens, at, count), self._one_hot(count))
@@ -120,14 +120,14 @@ class Prefill:
             self.state.position = ext.end
         return out
 
-    def _pass(self, family: str, at: int, count: int) -> Pass:
+    def _pass(self, at: int, count: int) -> Pass:
         c, ws = self.config, self.ws
         pos = ws.get("prefill_pos", (count,), "i32")
         pos.write(np.arange(at, at + count, dtype=np.int32))
         rows = tuple(ws.get(f"engram_rows_{g}", self.feed.shape(count), "u8") for g in range(len(c.engram_layer_ids)))
         x = ws.get("prefill_x", (count, c.hc_mult, c.hidden_size), "f32")
         pre = ws.get("prefill_pre", (count, c.hc_mult), "f32")
-        return Pass(self.device, ws, c, self.numerics, family, self.state, count, x, pre, pos, rows, {})
+        return Pass(self.device, ws, c, self.numerics, "prefill", self.state, count, x, pre, pos, rows, {})
 
     def _ids(self, tokens: Sequence[int], at: int, count: int) -> Buffer:
         ids = self.ws.get("prefill_ids", (count,), "i32")
@@ -183,7 +183,7 @@ class Prefill:
         tickets = self.feed.request(tokens, ext.replay_from, count, slots)
         self.state.set_first(self.state.first[0], ext.replay_from)
         self.state.replayed_to = ext.end
-        p = self._pass("prefill", ext.replay_from, count)
+        p = self._pass(ext.replay_from, count)
         held_x, held_pre = self._held(ext)
         self.device.copy(p.x, held_x, held_x.nbytes)
         self.device.copy(p.pre, held_pre, held_pre.nbytes)

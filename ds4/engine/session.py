@@ -208,7 +208,8 @@ class Session:
 
     def logits(self) -> NDArray[np.float32]:
         """f32 [V] after the whole timeline."""
-        return self.device.download(self._current())[0]
+        out: NDArray[np.float32] = self.device.download(self._current())[0]
+        return out
 
     def next(self, sampling: Sampling) -> int:
         """Draw the token after the timeline, append it, return it. `last_logprob` is its untempered log-probability.

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from ds4.base.quantize import quantize
 from ds4.cli.quantize import tables_of
-
 from ds4.device import Device
 from ds4.engine import Engine
 from tests.conftest import opened

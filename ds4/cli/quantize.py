@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p = subparsers.add_parser(
         "quantize",
         help="make a base file from a checkpoint",
-        description="Vector-quantize the experts and store the rest in blocks. An interrupted run goes on where it was.",
+        description="Vector-quantize the experts and store the rest in blocks. An interrupted run goes on.",
     )
     p.add_argument("path", metavar="DIR", nargs="?", help="a checkpoint folder in the released layout")
     p.add_argument("-o", "--out", metavar="BASE.gguf", help="the file to write")

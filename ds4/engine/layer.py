@@ -21,7 +21,7 @@ from ds4.engine.ops.experts import experts, moe_sum, swiglu
 from ds4.engine.ops.hyper import collapse_norm, expand, mixes
 from ds4.engine.ops.index import index_query, index_select, mask_words
 from ds4.engine.ops.kv import window_commit, window_kv
-from ds4.engine.ops.linear import Family, linear
+from ds4.engine.ops.linear import linear
 from ds4.engine.ops.norm import rms_norm
 from ds4.engine.ops.rope import rope_query
 from ds4.engine.ops.router import route
@@ -51,7 +51,7 @@ class Pass:
     ws: Workspace
     config: ModelConfig
     numerics: Numerics
-    family: Family
+    family: str  # "step" or "prefill"
     state: SequenceState
     R: int
     x: Buffer

@@ -32,7 +32,10 @@ GPU_FLAGS = (
     "--ptxas-options=-v",
 )
 ARITHMETIC_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fno-stack-protector")
-DRIVER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror", *ARITHMETIC_FLAGS)
+DRIVER_FLAGS = (
+    *("-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror", *ARITHMETIC_FLAGS),
+    "-ftls-model=initial-exec",  # kernels read the current thread without a call, so its slot must be static
+)
 HOST_FLAGS = (
     *("-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unused-variable"),

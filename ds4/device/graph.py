@@ -65,8 +65,8 @@ def capture(context: Context, mode: Mode) -> Iterator[Graph]:
         DeviceError: a capture is under way already, or the driver found something in it that a graph cannot hold.
     """
     context.refuse_in_capture("capture")
-    mode = context.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    context.call("cuStreamBeginCapture", context.stream.handle, mode)
+    local = context.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    context.call("cuStreamBeginCapture", context.stream.handle, local)
     context.capturing, context.captured, context.captured_launches = True, {}, 0
     made = Graph(context, mode)
     try:

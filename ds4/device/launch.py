@@ -231,7 +231,8 @@ class Launcher:
             elif value is None and a.optional:
                 values.append(0)
             else:
-                raise DeviceError(f"{self.kernel.name}: {a.name} is {value!r}, expected a Buffer of {a.kind}")
+                given = "None" if value is None else type(value).__name__
+                raise DeviceError(f"{self.kernel.name}: {a.name} is {given}, expected a Buffer of {a.kind}")
         x, y, z = sig.grid(bound)
         if x <= 0 or y <= 0 or z <= 0:
             raise DeviceError(f"{self.kernel.name}: grid is ({x}, {y}, {z}): there is nothing to do, do not launch")

@@ -26,7 +26,6 @@ from ds4.checkpoint.codecs import (
 U8 = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 F16_MAX = 65504.0
-BF16_MAX = float(np.array([0x7F7F], np.uint16).astype(np.uint32)[0])  # bit pattern of the largest finite value
 
 
 def decode(raw: U8, type_id: int, dims: tuple[int, ...]) -> Floats:

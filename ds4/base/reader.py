@@ -19,7 +19,7 @@ from ds4.base.blob import ExpertBlob
 from ds4.base.gguf import Container, TensorInfo, read_container
 from ds4.base.plan import PlannedTensor, expert_shapes, plan
 from ds4.base.shards import EngramTableRef
-from ds4.base.types import DENSE_TYPES, F32, I32, I64, PLAIN_TYPES, TYPES, VQBLOB
+from ds4.base.types import DENSE_TYPES, I32, I64, PLAIN_TYPES, TYPES, VQBLOB
 from ds4.errors import FileFormatError, MissingTensorError
 from ds4.model.config import ModelConfig
 
@@ -230,6 +230,3 @@ def _check_inventory(container: Container, planned: dict[str, PlannedTensor]) ->
 
 def _x(dims: tuple[int, ...]) -> str:
     return "x".join(map(str, dims))
-
-
-assert F32 in PLAIN_TYPES

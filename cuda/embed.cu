@@ -11,8 +11,7 @@
 #include "common.cuh"
 #include "weights.cuh"
 
-extern "C" __global__ void __launch_bounds__(128)
-    NAME(gptr<float> x, gptr<const u8> codes, gptr<const u8> scales, gptr<const i32> ids, int S, int D) {
+DEV void embed(gptr<float> x, gptr<const u8> codes, gptr<const u8> scales, gptr<const i32> ids, int S, int D) {
     const int d = (blockIdx.x * 128 + threadIdx.x) * 8;
     if (d >= D) return;  // no barrier in this kernel
     float w[8];
@@ -23,4 +22,13 @@ extern "C" __global__ void __launch_bounds__(128)
         gst<float4>(x, at + 4, make_float4(w[4], w[5], w[6], w[7]));
     }
 }
-EXPORT_NAMED(NAME)
+
+#define EMBED_(format)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(128) embed_##format(                                    \
+        gptr<float> x, gptr<const u8> codes, gptr<const u8> scales, gptr<const i32> ids, int S, int D) { \
+        embed(x, codes, scales, ids, S, D);                                                              \
+    }                                                                                                    \
+    EXPORT(embed_##format)
+#define EMBED(format) EMBED_(format)
+
+EMBED(NAME)

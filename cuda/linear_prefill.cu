@@ -139,13 +139,14 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
     }
 }
 
-#define PREFILL(suffix, B)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                        \
-        JOIN(NAME, suffix)(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const bf16> x, int R, int N, \
-                           int K, int groups) {                                                                      \
-        linear_prefill<B>(y, codes, scales, x, R, N, K, groups);                                                     \
-    }                                                                                                                \
-    EXPORT_NAMED(JOIN(NAME, suffix))
+#define PREFILL_(format, suffix, B)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                       \
+        linear_prefill_##format##suffix(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const bf16> x, \
+                                        int R, int N, int K, int groups) {                                          \
+        linear_prefill<B>(y, codes, scales, x, R, N, K, groups);                                                    \
+    }                                                                                                               \
+    EXPORT(linear_prefill_##format##suffix)
+#define PREFILL(format, ...) PREFILL_(format, __VA_ARGS__)
 
-PREFILL(_bf16_bf16, bf16)
-PREFILL(_bf16_f32, float)
+PREFILL(NAME, _bf16_bf16, bf16)
+PREFILL(NAME, _bf16_f32, float)

@@ -150,17 +150,18 @@ DEV void linear_step(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gpt
     }
 }
 
-#define STEP(suffix, PAIR, MAX, A, B)                                                                             \
-    extern "C" __global__ void __launch_bounds__(128, 1)                                                          \
-        JOIN(NAME, suffix)(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, int R, int N, \
-                           int K, int groups, int split) {                                                        \
-        linear_step<PAIR, MAX, A, B>(y, codes, scales, x, R, N, K, groups, split);                                \
-    }                                                                                                             \
-    EXPORT_NAMED(JOIN(NAME, suffix))
+#define STEP_(format, suffix, PAIR, MAX, A, B)                                                                       \
+    extern "C" __global__ void __launch_bounds__(128, 1)                                                             \
+        linear_step_##format##suffix(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, int R, \
+                                     int N, int K, int groups, int split) {                                          \
+        linear_step<PAIR, MAX, A, B>(y, codes, scales, x, R, N, K, groups, split);                                   \
+    }                                                                                                                \
+    EXPORT(linear_step_##format##suffix)
+#define STEP(format, ...) STEP_(format, __VA_ARGS__)
 
-STEP(_bf16_bf16_one, 2, 1, bf16, bf16)
-STEP(_bf16_f32_one, 2, 1, bf16, float)
-STEP(_f32_f32_one, 2, 1, float, float)
-STEP(_bf16_bf16_rows, 1, 8, bf16, bf16)
-STEP(_bf16_f32_rows, 1, 8, bf16, float)
-STEP(_f32_f32_rows, 1, 8, float, float)
+STEP(NAME, _bf16_bf16_one, 2, 1, bf16, bf16)
+STEP(NAME, _bf16_f32_one, 2, 1, bf16, float)
+STEP(NAME, _f32_f32_one, 2, 1, float, float)
+STEP(NAME, _bf16_bf16_rows, 1, 8, bf16, bf16)
+STEP(NAME, _bf16_f32_rows, 1, 8, bf16, float)
+STEP(NAME, _f32_f32_rows, 1, 8, float, float)

@@ -20,10 +20,7 @@
  * ds4/engine/ops/placement.py writes this layout; decoded values are what the file's decoder gives, rounded once to f32.
  */
 #pragma once
-
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-#define EXPORT_NAMED(name) EXPORT(name)  // expands a NAME that is itself a macro
+#include "rows.cuh"
 
 enum Format { kF32 = 0, kBF16 = 1, kF16 = 2, kQ8 = 3, kQ4K = 4, kFP4 = 5, kFP8 = 6 };
 
@@ -40,13 +37,6 @@ DEV i64 scale_stride(int n_cols) {
     if constexpr (F == kFP4) return round_up(n_cols / 32, 4);
     if constexpr (F == kFP8) return round_up((n_cols + 31) / 32, 2);
     return 0;
-}
-
-/// Eight activations at element i (a multiple of 8).
-DEV void load8(gptr<const bf16> p, i64 i, float (&o)[8]) { bf16x8_to_f32(gld<uint4>(p, i), o); }
-DEV void load8(gptr<const float> p, i64 i, float (&o)[8]) {
-    const float4 a = gld<float4>(p, i), b = gld<float4>(p, i + 4);
-    o[0] = a.x, o[1] = a.y, o[2] = a.z, o[3] = a.w, o[4] = b.x, o[5] = b.y, o[6] = b.z, o[7] = b.w;
 }
 
 /// (scale, minimum) number s of a q4_k head: 12 bytes of packed 6-bit pairs after the two f16 factors.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds4.device.kernels import Grid, Kernel
 
-# name in kernels: (number in weights.cuh, code bytes of eight columns, columns of a chunk, scale bytes of 256 columns)
+# name: (number in weights.cuh, code bytes of eight columns, columns of a chunk, scale bytes of 256 columns)
 FORMATS: dict[str, tuple[int, int, int, int]] = {
     "f32": (0, 32, 256, 0),
     "bf16": (1, 16, 256, 0),
@@ -56,7 +56,7 @@ def _step(name: str, x: str, y: str, rows: int) -> Kernel:
             "split: i32",
         ),
         smem=4 * WARPS * rows,
-        defines=(f"FORMAT={number}", f"NAME=linear_step_{name}"),
+        defines=(f"FORMAT={number}", f"NAME={name}"),
         traffic=traffic,
         released=RELEASED | {"R": rows},
         in_flight=WARPS * pair * 2 * (1024 if code == 32 else 512),
@@ -86,7 +86,7 @@ def _prefill(name: str, y: str) -> Kernel:
             "groups: i32",
         ),
         smem=2 * (128 + 64) * 72 * 2,
-        defines=(f"FORMAT={number}", f"NAME=linear_prefill_{name}"),
+        defines=(f"FORMAT={number}", f"NAME={name}"),
         traffic=traffic,
         released={"R": 2048, "N": 1280, "K": 5120, "groups": 1},
         in_flight=128 * 64 * 2 + 64 * (8 * code + 2 * scale),
@@ -107,7 +107,7 @@ EMBED: dict[str, Kernel] = {
         grid=lambda R, D: (-(-D // 1024), R, 1),
         block=128,
         args=("x: f32[R,S,D]", "codes: u8[*]", "scales: u8[*]", "ids: i32[R]", "S: i32", "D: i32"),
-        defines=(f"FORMAT={number}", f"NAME=embed_{name}"),
+        defines=(f"FORMAT={number}", f"NAME={name}"),
         released={"R": 1, "S": 4, "D": 5120},
         in_flight=128 * code,
         reason="one row of the table: 3 KB to read, once a token",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ds4.device import Buffer, Device
 from ds4.device.kernels.linear import PREFILL, ROWS, STEP, split_of
 from ds4.engine.ops.placement import Weight, place_weight
 from ds4.engine.scratch import Workspace
 from ds4.errors import DeviceError
 
-__all__ = ["Family", "Weight", "linear", "place_weight"]
-
-Family = Literal["step", "prefill"]
+__all__ = ["Weight", "linear", "place_weight"]
 
 
-def linear(
-    dev: Device, ws: Workspace, family: Family, w: Weight, y: Buffer, x: Buffer, R: int, groups: int = 1
-) -> None:
+def linear(dev: Device, ws: Workspace, family: str, w: Weight, y: Buffer, x: Buffer, R: int, groups: int = 1) -> None:
     """y[r,n] = sum_k x[r, g(n) K + k] w[n,k], g(n) = n // (N / groups).
 
     Args:

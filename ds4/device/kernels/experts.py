@@ -1,0 +1,178 @@
+"""Launch table of experts_plan.cu, experts_step.cu and experts_prefill.cu."""
+
+from __future__ import annotations
+
+from ds4.device.kernels import Kernel
+from ds4.device.kernels.linear import ITEM
+
+STEP_THREADS = {1: 576, 8: 256}  # by slots an item: 576 threads share 6 x 288 octets of 48 blocks without remainder
+STEP_CAP, PREFILL_CAP = 8, 64  # slots an item
+PREFILL_SMEM = 3 * 64 * 72 * 2
+RELEASED = {"R": 1, "k": 6, "F": 2304, "D": 5120, "n_codes": 4096, "blocks": 48}
+
+
+def code_bytes(rows: int, cols: int, n_codes: int) -> int:
+    """Device bytes of one matrix's codes: whole blocks of 256 columns, with the plane above 4,096 codewords."""
+    return rows // 8 * -(-cols // 256) * (384 + (32 if n_codes > 4096 else 0))
+
+
+EXPERTS_PLAN = Kernel(
+    name="experts_plan",
+    source="experts_plan.cu",
+    grid=lambda: (1, 1, 1),
+    block=256,
+    args=("order: i32[P]", "items: i32[*]", "n_items: i32[1]", "picks: i32[P]", "P: i32", "E: i32", "cap: i32"),
+    smem=lambda E: 12 * E,
+    released={"P": 48, "E": 384, "cap": 8},
+    in_flight=256 * 4,
+    reason="a counting sort of at most a few thousand numbers",
+)
+VQ_PLACE = Kernel(
+    name="vq_place",
+    source="experts_plan.cu",
+    grid=lambda rows, n_codes: (-(-(rows // 8 * -(-n_codes // 32)) // 8), 1, 1),
+    block=256,
+    args=(
+        "out: u32[*]",
+        "out_plane: u8[*]?",
+        "main: u8[rows,row_bytes]",
+        "plane: u8[rows,plane_bytes]?",
+        "rows: i32",
+        "n_codes: i32",
+        "row_bytes: i32",
+        "plane_bytes: i32",
+        "octet_blocks: i32",
+    ),
+    released={"rows": 2304, "n_codes": 640, "row_bytes": 960, "plane_bytes": 0, "octet_blocks": 40},
+    in_flight=256 * 16,
+)
+SWIGLU: dict[str, Kernel] = {
+    a: Kernel(
+        name=f"swiglu_{a}",
+        source="experts_plan.cu",
+        grid=lambda R, F: (-(-F // 128), R, 1),
+        block=128,
+        args=(f"h: {a}[R,F]", f"g: {a}[R,F]", f"u: {a}[R,F]", "F: i32", "limit: f32"),
+        traffic=lambda R, F, a=a: (2 * R * F * ITEM[a], R * F * ITEM[a]),
+        released={"R": 1, "F": 2304},
+        in_flight=128 * 2 * ITEM[a],
+        reason="4,608 numbers in all",
+    )
+    for a in ITEM
+}
+MOE_SUM: dict[str, Kernel] = {
+    a: Kernel(
+        name=f"moe_sum_{a}",
+        source="experts_plan.cu",
+        grid=lambda R, D: (-(-D // 128), R, 1),
+        block=128,
+        args=(f"y: {a}[R,D]", "y_slots: f32[R,k,D]", f"shared: {a}[R,D]", "k: i32", "D: i32"),
+        traffic=lambda R, k, D, a=a: (R * D * (4 * k + ITEM[a]), R * D * ITEM[a]),
+        released={"R": 1, "k": 6, "D": 5120},
+        in_flight=128 * 28,
+        reason="one row: 140 KB to read",
+    )
+    for a in ITEM
+}
+_PLANNED = ("order: i32[*]?", "items: i32[*]?", "n_items: i32[1]?")
+_SIZES = ("k: i32", "F: i32", "D: i32", "n_codes: i32")
+
+
+def _one_traffic(a: str, up: bool, k: int, F: int, D: int, n_codes: int, blocks: int) -> tuple[int, int]:
+    """Header's formula for one row: codes, gains, codebook and activations once an octet and slot."""
+    book = blocks * 8 * n_codes
+    if up:
+        octets = k * F // 8
+        per_octet = 2 * code_bytes(8, D, n_codes) + 64 + D * ITEM[a] + 4 + 4  # pick and routing weight
+        return book + octets * per_octet, k * F * ITEM[a]
+    octets = k * D // 8
+    return book + octets * (code_bytes(8, F, n_codes) + 32 + F * ITEM[a] + 4), k * D * 4
+
+
+def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
+    suffix = f"{a}_{'one' if rows == 1 else 'rows'}"
+    streams = ("codebook: u64[n_codes]", "codes: u32[*]", "plane: u8[*]?", "gains: f32[*]")
+    released = RELEASED | {"R": rows}
+    up = Kernel(
+        name=f"experts_gate_up_{suffix}",
+        source="experts_step.cu",
+        grid=lambda blocks: (blocks, 1, 1),
+        block=STEP_THREADS[rows],
+        args=(f"h: {a}[R*k,F]", *streams, f"x: {a}[R,D]", "picks: i32[R,k]", "weights: f32[R,k]", *_PLANNED, *_SIZES,
+              "limit: f32"),
+        smem=lambda n_codes: 8 * n_codes,
+        traffic=(lambda k, F, D, n_codes, blocks: _one_traffic(a, True, k, F, D, n_codes, blocks))
+        if rows == 1 else None,
+        released=released,
+        in_flight=STEP_THREADS[rows] // 32 * (4 if rows == 1 else 2) * 384,
+        reason="as many blocks as keep the copies of the codebook under a tenth of the codes",
+    )  # fmt: skip
+    down = Kernel(
+        name=f"experts_down_{suffix}",
+        source="experts_step.cu",
+        grid=lambda blocks: (blocks, 1, 1),
+        block=STEP_THREADS[rows],
+        args=("y: f32[R*k,D]", *streams, f"h: {a}[R*k,F]", "picks: i32[R,k]", *_PLANNED, *_SIZES),
+        smem=lambda n_codes: 8 * n_codes,
+        traffic=(lambda k, F, D, n_codes, blocks: _one_traffic(a, False, k, F, D, n_codes, blocks))
+        if rows == 1 else None,
+        released=released,
+        in_flight=STEP_THREADS[rows] // 32 * 2 * 384,
+        reason="as many blocks as keep the copies of the codebook under a tenth of the codes",
+    )  # fmt: skip
+    return up, down
+
+
+GATE_UP: dict[tuple[str, int], Kernel] = {}
+DOWN: dict[tuple[str, int], Kernel] = {}
+for _a in ITEM:
+    for _rows in STEP_THREADS:
+        GATE_UP[_a, _rows], DOWN[_a, _rows] = _step(_a, _rows)
+
+_PREFILL = {"R": 2048, "k": 6, "F": 2304, "D": 5120, "n_codes": 4096, "blocks": 48}
+GATE_UP_MMA = Kernel(
+    name="experts_gate_up_mma",
+    source="experts_prefill.cu",
+    grid=lambda blocks: (blocks, 1, 1),
+    block=256,
+    args=(
+        "h: bf16[R*k,F]",
+        "codebook: u64[n_codes]",
+        "codes: u32[*]",
+        "plane: u8[*]?",
+        "gains: f32[*]",
+        "x: bf16[R,D]",
+        "weights: f32[R,k]",
+        "order: i32[R*k]",
+        "items: i32[*]",
+        "n_items: i32[1]",
+        *_SIZES,
+        "limit: f32",
+    ),
+    smem=lambda n_codes: PREFILL_SMEM + 8 * n_codes,
+    released=_PREFILL,
+    in_flight=64 * 64 * 2 + 64 * 12,
+)
+DOWN_MMA = Kernel(
+    name="experts_down_mma",
+    source="experts_prefill.cu",
+    grid=lambda blocks: (blocks, 1, 1),
+    block=256,
+    args=(
+        "y: f32[R*k,D]",
+        "codebook: u64[n_codes]",
+        "codes: u32[*]",
+        "plane: u8[*]?",
+        "gains: f32[*]",
+        "h: bf16[R*k,F]",
+        "order: i32[R*k]",
+        "items: i32[*]",
+        "n_items: i32[1]",
+        "F: i32",
+        "D: i32",
+        "n_codes: i32",
+    ),
+    smem=lambda n_codes: PREFILL_SMEM + 8 * n_codes,
+    released=_PREFILL,
+    in_flight=64 * 64 * 2 + 64 * 12,
+)

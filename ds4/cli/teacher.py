@@ -17,7 +17,7 @@ from ds4.errors import RequestError, UsageError
 from ds4.teacher.files import check_output, load_ids, save_results
 from ds4.teacher.numerics import ARITHMETICS
 from ds4.teacher.run import INDEX_KEYS, Progress, Teacher, check_ids
-from ds4.teacher.source import open_source
+from ds4.teacher.source import CheckpointSource, open_source
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     ids = load_ids(args.ids)
     started = time.monotonic()
     source = open_source(args.path, args.engram_dir)
+    if args.engram_dir is not None and isinstance(source, CheckpointSource):
+        print("note: a checkpoint holds its own engram tables; --engram-dir is not used", file=sys.stderr)
     try:
         ids = check_ids(ids, source.config.vocab_size)
     except RequestError as e:

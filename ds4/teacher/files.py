@@ -29,8 +29,7 @@ def load_ids(path: str | Path) -> NDArray[Any]:
     try:
         loaded = np.load(path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        raise FileFormatError(f"{path}: not a readable .npy file of ids ({reason})") from e
+        raise FileFormatError(f"{path}: not a readable .npy file of ids ({_reason(e)})") from e
     if not isinstance(loaded, np.ndarray):
         raise FileFormatError(f"{path}: an .npz archive; ids are one array in an .npy file")
     return loaded
@@ -49,8 +48,14 @@ def load_results(path: str | Path) -> dict[str, NDArray[Any]]:
         with archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        raise FileFormatError(f"{path}: not a readable .npz file of results ({reason})") from e
+        raise FileFormatError(f"{path}: not a readable .npz file of results ({_reason(e)})") from e
+
+
+def _reason(e: Exception) -> str:
+    if isinstance(e, OSError) and e.strerror:
+        return e.strerror
+    # numpy takes anything that it does not know for a pickle, and advises to trust it
+    return "cut short, of another format, or holding Python objects"
 
 
 def check_output(path: str | Path) -> Path:

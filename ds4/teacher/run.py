@@ -110,7 +110,7 @@ class Teacher:
             embeds = self.stream.embeds(ids[part]) if embeds_RD is None else self.nm.to_xp(embeds_RD[part])
             image = None if image_R is None else self.nm.to_xp(np.asarray(image_R, dtype=bool)[part])
             logits.append(self._call(state, ids[part], embeds, image, decode, trace, progress))
-        return np.concatenate(logits)
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def run(
         self,
@@ -143,7 +143,11 @@ class Teacher:
             if progress is not None:
                 progress(done, len(calls) * n_layers)
 
-        logits_TV = np.empty((n, self.config.vocab_size), dtype=np.float32)
+        try:
+            logits_TV = np.empty((n, self.config.vocab_size), dtype=np.float32)
+        except MemoryError as e:
+            n_bytes = 4 * n * self.config.vocab_size
+            raise CapacityError(f"no memory for the logits of {n} tokens, {n_bytes:,} bytes; use fewer") from e
         for part in calls:
             decode = part.start >= split
             logits_TV[part] = self.forward(state, ids[part], decode=decode, trace=trace, progress=step)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -220,3 +221,12 @@ def test_images_need_their_bias() -> None:
     with pytest.raises(MissingTensorError, match="bias_vl"):
         teacher.forward(teacher.new_state(), IDS, image_R=np.ones(len(IDS), bool))
     assert np.isfinite(teacher.run(IDS)["logits_TV"]).all()  # text needs none
+
+
+def test_a_model_without_engram() -> None:
+    s = Changed("oracle-a")
+    s.config = replace(s.config, engram_layer_ids=(), engram_num_embeddings=())
+    s.hidden = {"layers.1.engram.wkv.weight", "layers.4.engram.wkv.weight"}
+    result = Teacher(s).run(IDS, decode_from=4, streams=True)
+    assert np.isfinite(result["logits_TV"]).all() and result["hash_rows_TGN"].shape[:2] == (len(IDS), 0)
+    assert whole(result["logits_TV"], Teacher(source("oracle-a")).run(IDS)["logits_TV"]) > 1e-3

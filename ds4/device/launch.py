@@ -146,12 +146,19 @@ def parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     return frozenset(p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)), rest
 
 
+def required_parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """The parameters of a row's callable that have no default."""
+    found = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in found if p.default is p.empty and p.kind in kinds)
+
+
 def _by_name(
     kernel: str, what: str, function: Callable[..., Any]
 ) -> tuple[Callable[[Mapping[str, int]], Any], frozenset[str]]:
     names, rest = parameters(function)
     wanted = tuple(names)
-    required = {p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty}
+    required = required_parameters(function)
 
     def call(axes: Mapping[str, int]) -> Any:
         if rest:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds4.device.build import Builder, Resources, Unit, default_cuda_dir, defines_of, resources
 from ds4.device.kernels import Kernel, all_kernels
-from ds4.device.launch import evaluate
+from ds4.device.launch import evaluate, required_parameters
 from ds4.errors import DeviceError
 from ds4.settings import device_settings
 
@@ -54,17 +54,31 @@ class Line:
         return self.blocks < MIN_BLOCKS or self.in_flight < MIN_IN_FLIGHT
 
 
+def missing(kernel: Kernel) -> list[str]:
+    """What a row lacks to be documented, one text each: fields, and axes that its callables need."""
+    if kernel.released is None:
+        return [f"{kernel.name}: no `released` axes"]
+    wanted = dict.fromkeys(kernel.constants, "constants")
+    for what in ("grid", "smem", "traffic"):
+        function = getattr(kernel, what)
+        if callable(function):
+            wanted |= dict.fromkeys(required_parameters(function), what)
+    lacks = [
+        f"{kernel.name}: `released` has no {n} ({what})" for n, what in wanted.items() if n not in kernel.released
+    ]
+    lacks += [f"{kernel.name}: no `traffic`"] if kernel.traffic is None else []
+    return lacks + ([f"{kernel.name}: no `in_flight`"] if kernel.in_flight <= 0 else [])
+
+
 def released_unit(kernel: Kernel) -> Unit:
     """How `kernel` is compiled for the released model: its constants have the values in `released`.
 
     Raises:
         DeviceError: the row has no `released`, or it misses a constant.
     """
-    if kernel.released is None:
-        raise DeviceError(f"{kernel.name}: the launch table has no `released` axes")
-    missing = [name for name in kernel.constants if name not in kernel.released]
-    if missing:
-        raise DeviceError(f"{kernel.name}: `released` misses the constants {', '.join(missing)}")
+    lacks = [text for text in missing(kernel) if "released" in text]
+    if kernel.released is None or any("constants" in text for text in lacks):
+        raise DeviceError(f"launch table: {'; '.join(lacks)}")
     constants = {name: kernel.released[name] for name in kernel.constants}
     return Unit(kernel.source, defines_of(constants, kernel.defines))
 
@@ -80,12 +94,9 @@ def resident_blocks(threads: int, registers: int, smem: int) -> int:
 def line(kernel: Kernel, found: Resources) -> Line:
     """Table and compiler's figures of one kernel, put together.
 
-    Raises:
-        DeviceError: `released` misses an axis, or the row has no `traffic`.
+    The row must have no `missing` fields.
     """
     axes = kernel.released or {}
-    if kernel.traffic is None:
-        raise DeviceError(f"{kernel.name}: the launch table has no `traffic`")
     x, y, z = evaluate(kernel, "grid", axes)
     smem = int(evaluate(kernel, "smem", axes)) + found.static_smem
     read, written = evaluate(kernel, "traffic", axes)
@@ -95,9 +106,17 @@ def line(kernel: Kernel, found: Resources) -> Line:
 
 
 def lines(kernels: Iterable[Kernel], builder: Builder) -> list[Line]:
-    """The figures of `kernels`, compiled as far as they are not cached."""
+    """The figures of `kernels`, compiled as far as they are not cached.
+
+    Raises:
+        DeviceError: rows lack fields; all of them are listed.   BuildError: a kernel does not compile.
+    """
+    rows = list(kernels)
+    lacks = [text for kernel in rows for text in missing(kernel)]
+    if lacks:
+        raise DeviceError("launch table:\n" + "\n".join(lacks))
     made = []
-    for kernel in kernels:
+    for kernel in rows:
         found = resources(builder.gpu(released_unit(kernel), ARCH)[1])
         if kernel.name not in found:
             raise DeviceError(f"{kernel.source} has no kernel {kernel.name!r}")
@@ -132,7 +151,11 @@ def main() -> int:
     check = parser.parse_args().check
     settings = device_settings()
     builder = Builder(settings.cuda_dir or default_cuda_dir(), settings.cache, settings.cxx)
-    text = render(lines(all_kernels(), builder))
+    try:
+        text = render(lines(all_kernels(), builder))
+    except DeviceError as e:
+        print(e, file=sys.stderr)
+        return 1
     target = Path(__file__).resolve().parent.parent.parent / "docs" / "kernels.md"
     if check:
         same = target.exists() and target.read_text() == text

@@ -335,9 +335,12 @@ class Tokenizer:
         """
         if self.json_text is None:
             return [self.decode([i]) for i in range(self.vocab_size)]
-        whole = tokenizers.Tokenizer.from_str(self.json_text)
-        texts: list[str] = whole.decode_batch([[i] for i in range(self.vocab_size)], skip_special_tokens=False)
-        return texts
+        try:
+            whole = tokenizers.Tokenizer.from_str(self.json_text)
+        except Exception as e:  # the library raises plain Exception
+            raise FileFormatError(f"{self.where}: the tokenizers library does not read its added tokens ({e})") from e
+        # one by one: decode_batch starts the library's threads, and forking after that is not safe
+        return [whole.decode([i], skip_special_tokens=False) for i in range(self.vocab_size)]
 
 
 class StreamDecoder:
@@ -374,6 +377,7 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OUTSIDE = re.compile("[^" + re.escape("".join(map(chr, _ALPHABET))) + "]")
 
 
@@ -398,8 +402,10 @@ def _json_parts(parsed: Any, n_ids: int | None, where: str) -> tuple[list[str], 
         (t["content"], t["id"], CONTROL if t.get("special") else USER_DEFINED) for t in parsed["added_tokens"] or []
     ]
     for token, i, kind in [*((t, i, NORMAL) for t, i in model["vocab"].items()), *added]:
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise FileFormatError(f"{where}: token {token!r} has id {i!r}")
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0 or not isinstance(token, str) or not token:
+            raise FileFormatError(f"{where}: token {token!r} has id {i!r}; tokens are non-empty text, ids integers")
+        if _SURROGATE.search(token):
+            raise FileFormatError(f"{where}: token {i} is {token!r}, which is not valid Unicode")
         if names.setdefault(i, token) != token:
             raise FileFormatError(f"{where}: id {i} is both {names[i]!r} and {token!r}")
         types[i] = kind  # ids that are in both lists are added tokens

@@ -221,6 +221,7 @@ def edited(**changes: object) -> str:
     [
         "", "{", "[]", "null", '"x"', "{}", '{"model": {}}', edited(model={"type": "Unigram", "vocab": []}),
         edited(added_tokens=[{"id": 3}]), edited(added_tokens=[{"id": "x", "content": "y"}]), edited(added_tokens=7),
+        edited(added_tokens=[{"id": 320, "content": 5}]), edited(added_tokens=[{"id": 320, "content": "\ud800"}]),
         edited(added_tokens=[{"id": 3, "content": "taken"}]), edited(added_tokens=[{"id": 2**20, "content": "far"}]),
         edited(added_tokens=[{"id": -1, "content": "y"}]), edited(pre_tokenizer={"type": "NoSuch"}),
         edited(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
@@ -232,6 +233,12 @@ def test_a_bad_tokenizer_file_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"tokenizer\.json"):
         Tokenizer.from_file(path)
+
+
+def test_what_only_the_library_refuses_is_a_file_error_too() -> None:
+    tokenizer = Tokenizer.from_json(edited(truncation="x"))
+    with pytest.raises(FileFormatError, match="does not read its added tokens"):
+        tokenizer.library_texts()
 
 
 @pytest.mark.parametrize(

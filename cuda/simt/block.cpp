@@ -103,7 +103,6 @@ __attribute__((noinline)) void fiber_main() {
         c->where = nullptr;
         k->entry(k->args);
         if (k->mode == kCheck) check_thread_exit(c);
-        if (k->mode == kCount) count_thread_exit(c);
         w->runnable &= ~bit;
         w->live &= ~bit;
         if (--k->n_live == 0) {
@@ -383,7 +382,7 @@ __attribute__((hot)) void simt_barrier(u32 id, u32 n_threads, void (*last)(Worke
                 check_barrier(k, b);
             else
                 for (u32 i = 0; i < k->n_warps; i++)
-                    if (b.wait[i]) count_warp_passed(&k->warp[i]);
+                    if (b.wait[i] == k->warp[i].live) count_warp_passed(&k->warp[i]);
         }
         for (u32 i = 0; i < k->n_warps; i++)
             if (b.wait[i]) {

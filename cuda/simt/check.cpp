@@ -1,18 +1,241 @@
-/* check.cpp - the check build's runtime. */
+/* check.cpp - the check build: bounds of global and shared memory, races between barriers, cp.async before its wait.
+ *
+ * Order between two accesses of shared memory is judged by clocks. Each warp has one; it moves at every barrier and
+ * sync_warp, and at a barrier the warps that met learn each other's. A shuffle or a vote orders nothing, as in CUDA.
+ * A byte remembers who wrote it last and its last readers: the last of all, the last of another warp, the last other
+ * lane of the same warp, which is enough to see a missing barrier in either direction.
+ */
+#include <sys/mman.h>
+#include <new>
 #include "driver.h"
+#include "watched.h"
 
 namespace simt {
-void check_prepare(Worker*) {}
-void check_block_begin(Worker*) {}
-void check_barrier(Worker*, const Barrier&) {}
-void check_warp_passed(Warp*) {}
-void check_thread_exit(Fiber*) {}
-void check_reset(Worker*) {}
+namespace {
+
+struct Access {
+    u32 clock;
+    u16 tid, line;  // tid 0xffff: nobody
+};
+struct Byte {
+    Access write, read[3];
+    u16 pending;  // 1 + the thread whose cp.async will fill it
+    bool atomic;
+};
+struct Pending {
+    u8* to;
+    const u8* from;
+    Loc loc;
+};
+struct Async {
+    std::vector<Pending> copies;
+    std::vector<u32> group_ends;
+};
+struct Shadow {
+    u32 base;             // clocks below are of earlier blocks
+    u32 seen[32][32];     // seen[w][v]: how far warp w knows warp v; seen[w][w]: w's own clock
+    Async async[kMaxThreads];
+    Byte byte[kMaxSmem];  // poisoned and zeroed by the system: clock 0 is before everything
+};
+
+Shadow* shadow(Worker* k) { return (Shadow*)k->shadow; }
+
+bool ordered(const Worker* k, const Access& a, const Fiber* c) {
+    if (a.tid == c->tid) return true;
+    const u32* seen = ((const Shadow*)k->shadow)->seen[c->wid];
+    const u32 wid = a.tid >> 5;
+    return wid == c->wid ? a.clock < seen[wid] : a.clock <= seen[wid];
+}
+
+[[noreturn]] void race(const Access& other, const char* before, const char* now, u64 offset, Loc loc) {
+    simt_fault(loc, "shared-memory race: byte %llu is %s here and was %s by thread %u at line %u, with no barrier between",
+               offset, now, before, other.tid, other.line);
+}
+
+void note_store(Worker* k, Fiber* c, u64 offset, u32 n_bytes, bool atomic, Loc loc) {
+    Shadow* s = shadow(k);
+    const Access me{s->seen[c->wid][c->wid], (u16)c->tid, (u16)loc.line()};
+    for (u32 i = 0; i < n_bytes; i++) {
+        Byte& b = s->byte[offset + i];
+        if (b.pending)
+            simt_fault(loc, "shared memory byte %llu is written while thread %u's cp.async into it is in flight",
+                       offset + i, b.pending - 1u);
+        if (!(atomic && b.atomic) && !ordered(k, b.write, c)) race(b.write, "written", "written", offset + i, loc);
+        for (auto& r : b.read)
+            if (!ordered(k, r, c)) race(r, "read", "overwritten", offset + i, loc);
+        b.write = me;
+        b.atomic = atomic;
+        b.read[0] = b.read[1] = b.read[2] = Access{0, me.tid, 0};
+    }
+}
+
+void note_load(Worker* k, Fiber* c, u64 offset, u32 n_bytes, Loc loc) {
+    Shadow* s = shadow(k);
+    const Access me{s->seen[c->wid][c->wid], (u16)c->tid, (u16)loc.line()};
+    for (u32 i = 0; i < n_bytes; i++) {
+        Byte& b = s->byte[offset + i];
+        if (b.pending)
+            simt_fault(loc, "shared memory byte %llu is read before thread %u waited for the cp.async that fills it",
+                       offset + i, b.pending - 1u);
+        if (!ordered(k, b.write, c)) race(b.write, "written", "read", offset + i, loc);
+        if (b.read[0].tid != me.tid) b.read[b.read[0].tid >> 5 == c->wid ? 2 : 1] = b.read[0];
+        b.read[0] = me;
+    }
+}
+
+u64 shared_offset(Worker* k, const void* p, u32 n_bytes, u32 align, const char* what, Loc loc) {
+    const i64 offset = (const u8*)p - k->smem;
+    if (offset < 0 || offset + n_bytes > k->smem_bytes)
+        simt_fault(loc, "shared memory %s of %u bytes at offset %lld, the launch gave the block %u bytes", what, n_bytes,
+                   offset, k->smem_bytes);
+    if (offset % align) simt_fault(loc, "misaligned %s of %u bytes at shared memory offset %lld", what, n_bytes, offset);
+    return (u64)offset;
+}
+
+void check_global(const void* address, u32 n_bytes, u32 align, const char* what, const Span* span, Loc loc) {
+    const u8* p = (const u8*)address;
+    if (SIMT_UNLIKELY(p < span->lo || p + n_bytes > span->hi)) {
+        if (!span->lo) simt_fault(loc, "out of bounds: global %s through parameter %u, which is null", what, span->param + 1);
+        const u64 size = (u64)(span->hi - span->lo);
+        if (p < span->lo)
+            simt_fault(loc, "out of bounds: global %s of %u bytes %lld bytes before allocation #%u of %llu bytes (parameter %u)",
+                       what, n_bytes, (i64)(span->lo - p), span->alloc_id, size, span->param + 1);
+        simt_fault(loc, "out of bounds: global %s of %u bytes at byte %llu of allocation #%u of %llu bytes (parameter %u)",
+                   what, n_bytes, (u64)(p - span->lo), span->alloc_id, size, span->param + 1);
+    }
+    if (SIMT_UNLIKELY((u64)p % align)) simt_fault(loc, "misaligned global %s of %u bytes (parameter %u)", what, n_bytes, span->param + 1);
+}
+
+}  // namespace
+
+void check_prepare(Worker* k) {
+    if (!k->shadow) {
+        void* m = mmap(nullptr, sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (m == MAP_FAILED) {
+            k->shadow = nullptr;
+            return;
+        }
+        k->shadow = m;
+        Shadow* s = shadow(k);
+        for (auto& a : s->async) new (&a) Async;
+        s->base = 1;
+    }
+}
+
+void check_block_begin(Worker* k) {
+    Shadow* s = shadow(k);
+    u32 top = s->base;
+    for (u32 w = 0; w < 32; w++) top = std::max(top, s->seen[w][w]);
+    if (top > 0xf0000000u) {  // clocks would wrap: forget everything instead
+        memset((void*)s->byte, 0, sizeof s->byte);
+        top = 0;
+    }
+    s->base = top + 1;
+    for (u32 w = 0; w < 32; w++)
+        for (u32 v = 0; v < 32; v++) s->seen[w][v] = w == v ? s->base : s->base - 1;
+    memset(k->smem, 0xff, k->smem_bytes);
+}
+
+void check_barrier(Worker* k, const Barrier& b) {
+    Shadow* s = shadow(k);
+    u32 most[32] = {};
+    for (u32 w = 0; w < k->n_warps; w++)
+        if (b.wait[w])
+            for (u32 v = 0; v < 32; v++) most[v] = std::max(most[v], s->seen[w][v]);
+    for (u32 w = 0; w < k->n_warps; w++)
+        if (b.wait[w]) {
+            memcpy(s->seen[w], most, sizeof most);
+            s->seen[w][w]++;
+        }
+}
+
+void check_warp_passed(Warp* w) {
+    const Fiber* c = simt_current;
+    if (strcmp(c->where, "sync_warp") == 0) shadow(c->worker)->seen[c->wid][c->wid]++;
+    (void)w;
+}
+
+void check_thread_exit(Fiber* c) {
+    Async& a = shadow(c->worker)->async[c->tid];
+    if (!a.copies.empty()) simt_fault(a.copies[0].loc, "a thread returns without waiting for its cp.async");
+    a.group_ends.clear();
+}
+
+void check_reset(Worker* k) {
+    Shadow* s = shadow(k);
+    for (auto& a : s->async) {
+        a.copies.clear();
+        a.group_ends.clear();
+    }
+    memset((void*)s->byte, 0, sizeof s->byte);
+}
+
 }  // namespace simt
 
-SIMT_API void simt_global_access(const void*, u32, u32, bool, const simt::Span*, simt::Loc) {}
-SIMT_API void simt_shared_access(const void*, u32, u32, bool, simt::Loc) {}
-SIMT_API void simt_shared_atomic(const void*, u32, simt::Loc) {}
-SIMT_API void simt_async_copy(void* to, const void* from, const simt::Span*, simt::Loc) { memcpy(to, from, 16); }
-SIMT_API void simt_async_commit(simt::Loc) {}
-SIMT_API void simt_async_wait(u32, simt::Loc) {}
+using namespace simt;
+
+void simt_global_access(const void* p, u32 n_bytes, u32 align, bool store, const Span* span, Loc loc) {
+    check_global(p, n_bytes, align, store ? "write" : "read", span, loc);
+    if (simt_current->worker->mode == kCount) count_global(p, n_bytes, store, span, loc);
+}
+
+void simt_shared_access(const void* p, u32 n_bytes, u32 align, bool store, Loc loc) {
+    Fiber* c = simt_current;
+    Worker* k = c->worker;
+    const u64 offset = shared_offset(k, p, n_bytes, align, store ? "write" : "read", loc);
+    if (k->mode == kCount) return count_shared(offset, n_bytes, store, loc);
+    if (store) note_store(k, c, offset, n_bytes, false, loc);
+    else note_load(k, c, offset, n_bytes, loc);
+}
+
+void simt_shared_atomic(const void* p, u32 n_bytes, Loc loc) {
+    Fiber* c = simt_current;
+    Worker* k = c->worker;
+    const u64 offset = shared_offset(k, p, n_bytes, n_bytes, "atomic", loc);
+    if (k->mode == kCount) return count_shared(offset, n_bytes, true, loc);
+    note_store(k, c, offset, n_bytes, true, loc);
+}
+
+void simt_async_copy(void* to, const void* from, const Span* span, Loc loc) {
+    Fiber* c = simt_current;
+    Worker* k = c->worker;
+    check_global(from, 16, 16, "cp.async read", span, loc);
+    const u64 offset = shared_offset(k, to, 16, 16, "cp.async write", loc);
+    if (k->mode == kCount) {
+        count_global(from, 16, false, span, loc);
+        count_shared(offset, 16, true, loc);
+        memcpy(to, from, 16);
+        return;
+    }
+    note_store(k, c, offset, 16, false, loc);
+    for (u32 i = 0; i < 16; i++) shadow(k)->byte[offset + i].pending = (u16)(c->tid + 1);
+    memset(to, 0xff, 16);
+    shadow(k)->async[c->tid].copies.push_back({(u8*)to, (const u8*)from, loc});
+}
+
+void simt_async_commit(Loc) {
+    Fiber* c = simt_current;
+    if (c->worker->mode == kCount) return;
+    Async& a = shadow(c->worker)->async[c->tid];
+    a.group_ends.push_back((u32)a.copies.size());
+}
+
+void simt_async_wait(u32 n_open, Loc loc) {
+    Fiber* c = simt_current;
+    Worker* k = c->worker;
+    if (k->mode == kCount) return;
+    Shadow* s = shadow(k);
+    Async& a = s->async[c->tid];
+    if (a.group_ends.size() <= n_open) return;
+    const size_t groups = a.group_ends.size() - n_open, n = a.group_ends[groups - 1];
+    for (size_t i = 0; i < n; i++) {
+        const Pending& p = a.copies[i];
+        const u64 offset = (u64)(p.to - k->smem);
+        for (u32 b = 0; b < 16; b++) s->byte[offset + b].pending = 0;
+        note_store(k, c, offset, 16, false, loc);
+        memcpy(p.to, p.from, 16);
+    }
+    a.copies.erase(a.copies.begin(), a.copies.begin() + (i64)n);
+    a.group_ends.erase(a.group_ends.begin(), a.group_ends.begin() + (i64)groups);
+    for (auto& e : a.group_ends) e -= (u32)n;
+}

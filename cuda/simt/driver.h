@@ -4,6 +4,7 @@
  * synchronous: when a launch returns, its blocks have run.
  */
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -47,21 +48,20 @@ void something_went_away();
 
 // ---- count.cpp
 
-struct LineCount;
+struct Tallies;
 struct KernelCount {
     u64 launches = 0;
-    std::unique_ptr<LineCount> detail;
+    std::unique_ptr<Tallies> seen;  // count images only
     KernelCount();
     ~KernelCount();
 };
 KernelCount& kernel_count(const std::string& kernel);
 void count_launch_begin(Worker* k, KernelCount& count, u32 n_params);
 void count_launch_end(Worker* k);
-void count_thread_exit(Fiber* c);
 void count_block_end(Worker* k);
 void count_warp_passed(Warp* w);
-void count_global(const void* p, u32 bytes, bool store, const Span* span, Loc loc, bool async);
-void count_shared(const void* p, u32 bytes, bool store, Loc loc);
+void count_global(const void* p, u32 n_bytes, bool store, const Span* span, Loc loc);
+void count_shared(u64 offset, u32 n_bytes, bool store, Loc loc);
 
 // ---- check.cpp
 

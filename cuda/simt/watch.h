@@ -3,20 +3,13 @@
  */
 #pragma once
 #include <type_traits>
-#include "block.h"
+#include "watched.h"
 
 template <class T>
 struct gptr;
 template <class T>
 struct sptr;
 
-SIMT_API void simt_global_access(const void* p, u32 n_bytes, u32 align, bool store, const simt::Span* span,
-                                 simt::Loc loc);
-SIMT_API void simt_shared_access(const void* p, u32 n_bytes, u32 align, bool store, simt::Loc loc);
-SIMT_API void simt_shared_atomic(const void* p, u32 n_bytes, simt::Loc loc);
-SIMT_API void simt_async_copy(void* to, const void* from, const simt::Span* span, simt::Loc loc);
-SIMT_API void simt_async_commit(simt::Loc loc);
-SIMT_API void simt_async_wait(u32 n_open, simt::Loc loc);
 
 namespace simt {
 

@@ -48,6 +48,7 @@ class Device:
         self.info: DeviceInfo = context.info
         self.constants: Mapping[str, int] = MappingProxyType(dict(constants))
         self._launchers: dict[int, Launcher] = {}
+        self._views: dict[tuple[tuple[str, int], ...], Device] = {}
 
     @classmethod
     def open(
@@ -102,8 +103,11 @@ class Device:
                 raise DeviceError(f"constant {name!r} is not a C++ name")
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise DeviceError(f"constant {name} is {value!r}, not an integer")
-        given = {name: int(value) for name, value in constants.items()}
-        return Device(self.context, self.builder, self.variant, self.mode, {**self.constants, **given})
+        merged = {**self.constants, **{name: int(value) for name, value in constants.items()}}
+        key = tuple(sorted(merged.items()))
+        if key not in self._views:  # a view keeps its prepared launches: ask twice, prepare once
+            self._views[key] = Device(self.context, self.builder, self.variant, self.mode, merged)
+        return self._views[key]
 
     @property
     def capturing(self) -> bool:

@@ -65,10 +65,9 @@ def test_a_larger_gpu_allows_what_the_default_refuses(dev: Device) -> None:
 @pytest.mark.parametrize("build", ["fast", "check"])
 def test_a_dangling_pointer_is_refused(dev: Device, build: str) -> None:
     device = Device.open(simt=build, workers=1).with_constants({"WIDTH": 5})
-    gone = device.empty(64, "f32")
-    ptr = gone.ptr
-    gone.free()
-    stale, y = at(device, ptr), device.empty(64, "f32")
+    y, gone = device.empty(64, "f32"), device.empty(64, "f32")
+    gone.free()  # and nothing allocated since: the address is nobody's
+    stale = at(device, gone.ptr)
     with pytest.raises(DeviceError, match="launch of scale"):
         device.launch(SCALE, y, stale, 64, 1.0)
     with pytest.raises(DeviceError, match="cuMemcpyDtoH"):

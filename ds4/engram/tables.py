@@ -77,7 +77,10 @@ class EngramTables:
         need(bool(np.all((self.token_map >= 0) & (self.token_map < size))), f"engram.token_map leaves 0..{size - 1}")
         need(bool(np.all(self.primes > 0)), "engram.primes has an entry that is not positive")
         # a product of an id below `size` and a multiplier must stay below 2^63
-        need(bool(np.all((self.multipliers >= 0) & (self.multipliers <= (2**63 - 1) // size))), "engram.multipliers")
+        need(
+            bool(np.all((self.multipliers >= 0) & (self.multipliers <= (2**63 - 1) // size))),
+            "engram.multipliers can overflow 63 bits",
+        )
         rows = np.asarray(config.engram_num_embeddings, np.int64)[:, None]
         buckets = self.primes.reshape(n_layers, -1)
         inside = (self.offsets >= 0) & (self.offsets <= rows) & (buckets <= rows - self.offsets)

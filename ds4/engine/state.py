@@ -79,7 +79,7 @@ class SequenceState:
             self.sources[source] = SourceRows(
                 ratio, self.layout.empty_compressed(dev, 1), self.layout.empty_keys(dev, 1), partial
             )
-        self.reserve(LEAST_CAPACITY)
+        self.reserve(1)
 
     def reserve(self, tokens: int) -> bool:
         """Make room for `tokens` tokens: doubles until they fit. True if buffers moved (captured graphs are then

@@ -114,7 +114,7 @@ def test_latents_agree_with_float64(device: Device, name: str) -> None:
     got = run(device, c, [c.T]).lat
     lat, size = latents(c)
     # Softmax over t tokens: exp 8 UNIT (4 ulp) plus its argument's rounding |g| UNIT <= 20 UNIT, in numerator and
-    # denominator, t products and sums: 60 UNIT of max |a|. The norm adds 15 UNIT of itself and half of the pool's error.
+    # denominator, t products and sums: 60 UNIT of max |a|. The norm adds 15 UNIT of itself and half the pool's error.
     bound = (60 * 1.5 + 15) * UNIT * (size + np.abs(lat))
     for r, p in enumerate(range(c.start, c.start + c.T)):
         if (p + 1) % c.ratio == 0:

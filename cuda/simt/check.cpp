@@ -32,8 +32,8 @@ struct Async {
     std::vector<u32> group_ends;
 };
 struct Shadow {
-    u32 base;             // clocks below are of earlier blocks
-    u32 seen[32][32];     // seen[w][v]: how far warp w knows warp v; seen[w][w]: w's own clock
+    u32 base;          // clocks below are of earlier blocks
+    u32 seen[32][32];  // seen[w][v]: how far warp w knows warp v; seen[w][w]: w's own clock
     Async async[kMaxThreads];
     Byte byte[kMaxSmem];  // poisoned and zeroed by the system: clock 0 is before everything
 };
@@ -48,7 +48,8 @@ bool ordered(const Worker* k, const Access& a, const Fiber* c) {
 }
 
 [[noreturn]] void race(const Access& other, const char* before, const char* now, u64 offset, Loc loc) {
-    simt_fault(loc, "shared-memory race: byte %llu is %s here and was %s by thread %u at line %u, with no barrier between",
+    simt_fault(loc,
+               "shared-memory race: byte %llu is %s here and was %s by thread %u at line %u, with no barrier between",
                offset, now, before, other.tid, other.line);
 }
 
@@ -86,31 +87,38 @@ void note_load(Worker* k, Fiber* c, u64 offset, u32 n_bytes, Loc loc) {
 u64 shared_offset(Worker* k, const void* p, u32 n_bytes, u32 align, const char* what, Loc loc) {
     const i64 offset = (const u8*)p - k->smem;
     if (offset < 0 || offset + n_bytes > k->smem_bytes)
-        simt_fault(loc, "shared memory %s of %u bytes at offset %lld, the launch gave the block %u bytes", what, n_bytes,
-                   offset, k->smem_bytes);
-    if (offset % align) simt_fault(loc, "misaligned %s of %u bytes at shared memory offset %lld", what, n_bytes, offset);
+        simt_fault(loc, "shared memory %s of %u bytes at offset %lld, the launch gave the block %u bytes", what,
+                   n_bytes, offset, k->smem_bytes);
+    if (offset % align)
+        simt_fault(loc, "misaligned %s of %u bytes at shared memory offset %lld", what, n_bytes, offset);
     return (u64)offset;
 }
 
 void check_global(const void* address, u32 n_bytes, u32 align, const char* what, const Span* span, Loc loc) {
     const u8* p = (const u8*)address;
     if (SIMT_UNLIKELY(p < span->lo || p + n_bytes > span->hi)) {
-        if (!span->lo) simt_fault(loc, "out of bounds: global %s through parameter %u, which is null", what, span->param + 1);
+        if (!span->lo)
+            simt_fault(loc, "out of bounds: global %s through parameter %u, which is null", what, span->param + 1);
         const u64 size = (u64)(span->hi - span->lo);
         if (p < span->lo)
-            simt_fault(loc, "out of bounds: global %s of %u bytes %lld bytes before allocation #%u of %llu bytes (parameter %u)",
-                       what, n_bytes, (i64)(span->lo - p), span->alloc_id, size, span->param + 1);
-        simt_fault(loc, "out of bounds: global %s of %u bytes at byte %llu of allocation #%u of %llu bytes (parameter %u)",
+            simt_fault(
+                loc,
+                "out of bounds: global %s of %u bytes %lld bytes before allocation #%u of %llu bytes (parameter %u)",
+                what, n_bytes, (i64)(span->lo - p), span->alloc_id, size, span->param + 1);
+        simt_fault(loc,
+                   "out of bounds: global %s of %u bytes at byte %llu of allocation #%u of %llu bytes (parameter %u)",
                    what, n_bytes, (u64)(p - span->lo), span->alloc_id, size, span->param + 1);
     }
-    if (SIMT_UNLIKELY((u64)p % align)) simt_fault(loc, "misaligned global %s of %u bytes (parameter %u)", what, n_bytes, span->param + 1);
+    if (SIMT_UNLIKELY((u64)p % align))
+        simt_fault(loc, "misaligned global %s of %u bytes (parameter %u)", what, n_bytes, span->param + 1);
 }
 
 }  // namespace
 
 void check_prepare(Worker* k) {
     if (!k->shadow) {
-        void* m = mmap(nullptr, sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* m =
+            mmap(nullptr, sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (m == MAP_FAILED) {
             k->shadow = nullptr;
             return;
@@ -184,8 +192,10 @@ void simt_shared_access(const void* p, u32 n_bytes, u32 align, bool store, Loc l
     Worker* k = c->worker;
     const u64 offset = shared_offset(k, p, n_bytes, align, store ? "write" : "read", loc);
     if (k->mode == kCount) return count_shared(offset, n_bytes, store, loc);
-    if (store) note_store(k, c, offset, n_bytes, false, loc);
-    else note_load(k, c, offset, n_bytes, loc);
+    if (store)
+        note_store(k, c, offset, n_bytes, false, loc);
+    else
+        note_load(k, c, offset, n_bytes, loc);
 }
 
 void simt_shared_atomic(const void* p, u32 n_bytes, Loc loc) {

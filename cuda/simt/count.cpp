@@ -24,7 +24,9 @@ struct Place {
     std::string file;
     u32 line, param;
     bool store;
-    bool operator<(const Place& o) const { return std::tie(file, line, param, store) < std::tie(o.file, o.line, o.param, o.store); }
+    bool operator<(const Place& o) const {
+        return std::tie(file, line, param, store) < std::tie(o.file, o.line, o.param, o.store);
+    }
 };
 
 struct Tallies {
@@ -59,7 +61,7 @@ struct KeyHash {
 };
 struct Book {
     Tallies* tallies = nullptr;
-    std::unordered_map<Key, Visits, KeyHash> open[32];  // by warp
+    std::unordered_map<Key, Visits, KeyHash> open[32];         // by warp
     std::map<std::pair<u32, bool>, std::vector<u64>> touched;  // bits, one a byte of the allocation
 };
 
@@ -162,9 +164,10 @@ void print(std::string& out, const char* name, const Tally& t) {
 
 void print_shared(std::string& out, const char* name, const Tally& t) {
     char s[300];
-    snprintf(s, sizeof s,
-             "\"%s\":{\"requests\":%llu,\"bytes\":%llu,\"lane_bytes\":%llu,\"wavefronts\":%llu,\"ideal_wavefronts\":%llu}",
-             name, t.requests, t.bytes, t.lane_bytes, t.wavefronts, t.ideal);
+    snprintf(
+        s, sizeof s,
+        "\"%s\":{\"requests\":%llu,\"bytes\":%llu,\"lane_bytes\":%llu,\"wavefronts\":%llu,\"ideal_wavefronts\":%llu}",
+        name, t.requests, t.bytes, t.lane_bytes, t.wavefronts, t.ideal);
     out += s;
 }
 
@@ -192,7 +195,8 @@ void print_kernel(std::string& out, const Tallies& all) {
     out += "},\"lines\":[";
     first = true;
     for (auto& [place, t] : all.places) {
-        out += std::string(first ? "" : ",") + "{\"file\":\"" + place.file + "\",\"line\":" + std::to_string(place.line);
+        out +=
+            std::string(first ? "" : ",") + "{\"file\":\"" + place.file + "\",\"line\":" + std::to_string(place.line);
         first = false;
         if (place.param == kShared) {
             out += ",\"space\":\"shared\",";

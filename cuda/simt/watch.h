@@ -10,7 +10,6 @@ struct gptr;
 template <class T>
 struct sptr;
 
-
 namespace simt {
 
 /// An index that remembers where it was written.

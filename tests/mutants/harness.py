@@ -1,12 +1,13 @@
 """Run one test against kernels with one line broken.
 
 A mutant is one line of one product kernel, changed the way a slip would change it, and the name of the test that
-notices. The mutation is applied to a copy of `cuda/`, the test runs in a process of its own with DS4_CUDA_DIR set to
-the copy, and it has to fail: by an assertion or by the CPU driver's report, not because the mutant does not compile.
+notices. The mutation is applied to a copy of `cuda/`, the test runs in another process with DS4_CUDA_DIR set to the
+copy, and it has to fail: by an assertion or by the CPU driver's report, not because the mutant does not compile.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,6 @@ from pathlib import Path
 from ds4.device.build import default_cuda_dir
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT = 240
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,38 @@ def mutate(text: str, mutant: Mutant) -> str:
     return text[:start] + mutant.broken + text[start + len(mutant.line) :]
 
 
-def run(mutant: Mutant, where: Path) -> Outcome:
-    """Apply the mutant to a copy of the sources below `where` and run its test."""
-    copy = where / "cuda"
-    shutil.copytree(default_cuda_dir(), copy)
-    path = copy / mutant.file
-    path.write_text(mutate(path.read_text(), mutant))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", mutant.node]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"DS4_CUDA_DIR": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    return Outcome(done.returncode, done.stdout + done.stderr)
+class Runner:
+    """A process that runs one mutant's test after the other: interpreter and imports are paid for once."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, mutant: Mutant, where: Path) -> Outcome:
+        """Apply the mutant to a copy of the sources below `where` and run its test."""
+        copy = where / "cuda"
+        shutil.copytree(default_cuda_dir(), copy)
+        path = copy / mutant.file
+        path.write_text(mutate(path.read_text(), mutant))
+        if self._process is None:
+            command = [sys.executable, "-m", "tests.mutants.runner"]
+            env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps({"cuda_dir": str(copy), "node": mutant.node}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:  # it died with the mutant; the next one gets a new process
+            code = self._process.wait()
+            self._process = None
+            return Outcome(code, f"the process ended with {code}")
+        return Outcome(**json.loads(answer))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin:
+            self._process.stdin.close()
+            self._process.wait()
 
 
 def complaint(mutant: Mutant, outcome: Outcome) -> str | None:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from ds4.device.build import default_cuda_dir
-from tests.mutants.harness import Mutant, Outcome, complaint, mutate, run
+from tests.mutants.harness import Mutant, Outcome, Runner, complaint, mutate
 from tests.mutants.table import MUTANTS
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Outcome]]:
-    """The selected mutants' runs, two at a time: each is a process of its own."""
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Outcome]]]:
+    """The selected mutants' runs, in two processes at a time."""
     names = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
-    pool = ThreadPoolExecutor(2)
-    request.addfinalizer(lambda: pool.shutdown(cancel_futures=True))
-    return {m.name: pool.submit(run, m, tmp_path_factory.mktemp("mutant")) for m in MUTANTS if m.name in names}
+    runners: SimpleQueue[Runner] = SimpleQueue()
+    made = [Runner(), Runner()]
+    for runner in made:
+        runners.put(runner)
+
+    def run(mutant: Mutant, where: Path) -> Outcome:
+        runner = runners.get()
+        try:
+            return runner.run(mutant, where)
+        finally:
+            runners.put(runner)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        yield {m.name: pool.submit(run, m, tmp_path_factory.mktemp("mutant")) for m in MUTANTS if m.name in names}
+        pool.shutdown(cancel_futures=True)
+    for runner in made:
+        runner.close()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[m.name for m in MUTANTS])

@@ -186,7 +186,10 @@ def _pad_token(r: _Reader, pad_compressed: int, token_map: NDArray[np.int32] | N
         if token_map is not None and (pad >= len(token_map) or int(token_map[pad]) != pad_compressed):
             raise ConfigError(f"{r.where}: {key} {pad} does not map to {P}engram.pad_id_compressed {pad_compressed}")
         return pad
-    found = np.flatnonzero(token_map == pad_compressed)
+    plain_pad = r.get(TOKENS["pad_token_id"], "u32", 2)
+    if plain_pad < len(token_map) and int(token_map[plain_pad]) == pad_compressed:
+        return int(plain_pad)
+    found = np.flatnonzero(token_map == pad_compressed)  # any of them hashes alike
     if not len(found):
         raise ConfigError(f"{r.where}: {P}engram.pad_id_compressed {pad_compressed} is in no token's place")
     return int(found[0])

@@ -1,0 +1,140 @@
+"""`ds4-server`: the model behind an HTTP port of this machine.
+
+Flags and ds4.toml have the same names; flags win. The file is looked for in --dir, then in ~/.config/ds4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ds4 import __version__
+from ds4.cli.main import guarded
+from ds4.cli.model_flags import add_model_flags
+from ds4.errors import Ds4Error, UsageError
+from ds4.server.app import make_app
+from ds4.server.edge import Connections
+from ds4.server.listen import is_loopback, listen, make_server
+from ds4.server.request import Limits, Progress, ServedEngine
+from ds4.server.worker import Worker
+from ds4.settings import config_dirs, read_config
+
+# the flags that ds4.toml may set
+KNOWN: dict[str, type | tuple[type, ...]] = {
+    "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
+    "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
+}  # fmt: skip
+MOST_WAITING = 10_000
+
+log = logging.getLogger("ds4.server")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="ds4-server",
+        allow_abbrev=False,
+        description="Serve a base file over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health.",
+        epilog="Any flag may stand in ds4.toml under the same name (in --dir, then in ~/.config/ds4); flags win.",
+    )
+    p.add_argument("--version", action="version", version=f"ds4 {__version__}")
+    p.add_argument("--dir", metavar="D", help="where ds4.toml is looked for first")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
+    p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
+    p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
+    add_model_flags(p, prefill="replay")
+    return p
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """Settings of the file as the flags that they stand for, so that one parser checks both."""
+    flags = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line over the file over the defaults, checked.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--dir")
+    folder = finder.parse_known_args(argv)[0].dir
+    settings = read_config(KNOWN, config_dirs(Path(folder) if folder else None))
+    args = build_parser().parse_args([*as_flags(settings), *argv])
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port {args.port}: must be between 0 and 65535")
+    if not 0 <= args.queue <= MOST_WAITING:
+        raise UsageError(f"--queue {args.queue}: must be between 0 and {MOST_WAITING}")
+    if args.api_key is not None and not args.api_key.strip():
+        raise UsageError("--api-key is empty; leave it away to ask for none")
+    if args.api_key is None and not is_loopback(args.host):
+        raise UsageError(f"--host {args.host} can be reached from other machines: it needs --api-key")
+    return args
+
+
+def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
+    from ds4.engine import Engine
+
+    return Engine.open(
+        args.model,
+        engram_dir=args.engram_dir,
+        activations=args.activations,
+        kv=args.kv,
+        prefill=args.prefill,
+        index_keys=args.index_keys,
+        chunk=args.chunk,
+        graphs=not args.no_graph,
+        mem_budget_mb=args.mem_budget_mb,
+        progress=progress,
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until a signal; running requests get `Limits.drain_s` to end.
+
+    Raises:
+        Ds4Error: the port is in use, or the model cannot be loaded.
+    """
+    args = parse(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    log.setLevel(logging.INFO)
+    limits = Limits(queue=args.queue)
+    sock = listen(args.host, args.port)
+    connections: Connections = {}
+    worker = Worker(lambda progress: open_engine(args, progress), limits.queue, on_failed=lambda: stop())
+    server = make_server(make_app(worker, limits, args.api_key, connections), connections, limits)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn sets its own handlers while it runs and raises the signal again after: these make that harmless
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    where = f"[{args.host}]" if ":" in args.host else args.host
+    log.info("listening on http://%s:%d, loading %s", where, sock.getsockname()[1], args.model)
+    server.run(sockets=[sock])
+    if worker.error is not None:
+        raise worker.error if isinstance(worker.error, Ds4Error) else Ds4Error(f"{args.model}: {worker.error}")
+    log.info("stopped")
+    return 0
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Routes. Each reads its body, checks it, queues a job and hands its events to a response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ds4.errors import Ds4Error
+from ds4.server.edge import Connections, Edge, read_body
+from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
+from ds4.server.fields import Fields, parse_object
+from ds4.server.openai import Answer, model_card, model_list, read_chat, read_completion
+from ds4.server.outbox import Gone, Outbox
+from ds4.server.request import Generation, Limits, ServedEngine
+from ds4.server.respond import EventStream, whole
+from ds4.server.worker import Job, Worker
+
+log = logging.getLogger("ds4.server")
+Reader = Callable[[Fields, ServedEngine, Limits], Generation]
+
+
+def make_app(
+    worker: Worker, limits: Limits, api_key: str | None = None, connections: Connections | None = None
+) -> ASGIApp:
+    """The application. It starts the worker and stops it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = Routes(worker, limits)
+    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    app.add_exception_handler(HTTPException, _route_error)
+    app.add_exception_handler(Ds4Error, _own_error)
+    app.add_exception_handler(Exception, _own_error)
+    return Edge(app, {} if connections is None else connections, api_key, limits)
+
+
+async def _own_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, (Ds4Error, Gone)):
+        log.exception("a request failed", exc_info=error)
+    return error_response(error)
+
+
+async def _route_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    known = {404: (f"there is no {path} here", "not_found"), 405: (f"{path} has no {method}", "method_not_allowed")}
+    message, code = known.get(error.status_code, (str(error.detail), "bad_request"))
+    return error_response(HttpError(error.status_code, message, code, headers=error.headers))
+
+
+class Routes:
+    """The handlers, over one worker."""
+
+    def __init__(self, worker: Worker, limits: Limits) -> None:
+        self._worker, self._limits = worker, limits
+        self._created = int(time.time())
+
+    async def health(self) -> Response:
+        """200 once requests are answered; before that 503 and how far loading is."""
+        w = self._worker
+        queue = {"running": w.running, "waiting": w.waiting}
+        if w.well and w.engine is not None:
+            return json_response({"status": "ok", "model": w.engine.name, "queue": queue})
+        done, total = w.progress
+        state = "failing" if w.state == "ready" else w.state
+        try:
+            w.served()
+            raise overloaded("the device fails; see the server's log", "device_failing", 10)
+        except HttpError as e:
+            told = {"status": state, "progress": {"done": done, "total": total}, "queue": queue, **error_body(e)}
+            return json_response(told, 503, e.headers)
+
+    async def models(self) -> Response:
+        return json_response(model_list(self._worker.served(), self._created))
+
+    async def model(self, name: str) -> Response:
+        engine = self._worker.served()
+        if name != engine.name:
+            raise HttpError(404, f"there is no model {name!r}; this server has {engine.name!r}", "model_not_found")
+        return json_response(model_card(engine, self._created))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, read_chat, chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, read_completion, chat=False)
+
+    async def _generate(self, request: Request, read: Reader, *, chat: bool) -> Response:
+        engine = self._worker.served()
+        fields = parse_object(await read_body(request, self._limits))
+        self._worker.check_room()
+        # a long prompt takes a while to tokenize: not on the loop that serves everybody
+        generation = await asyncio.to_thread(read, fields, engine, self._limits)
+        job = Job(generation, Outbox(self._limits.outbox_chars))
+        answer = Answer(chat, engine.name, generation)
+        self._worker.submit(job)
+        path = request.url.path
+        if generation.stream:
+            return EventStream(job, answer, self._worker, self._limits.ping_s, path)
+        return await whole(job, answer, self._worker, request.receive, path)

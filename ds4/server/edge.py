@@ -1,0 +1,149 @@
+"""The outermost layer: who may come in, how long a write may wait, and the last word on errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds4.errors import RequestError
+from ds4.server.errors import HttpError, error_response
+from ds4.server.outbox import Gone
+from ds4.server.request import Limits
+
+log = logging.getLogger("ds4.server")
+OPEN_PATHS = ("/health",)  # no key needed: watchdogs have none
+
+
+class Connection(Protocol):
+    """What can be cut: asyncio's transport."""
+
+    def abort(self) -> None: ...
+
+
+Connections = dict[tuple[str, int], Connection]
+
+
+class Stalled(Exception):
+    """A reader did not take what was sent; its connection has been cut."""
+
+
+class Edge:
+    """Wraps the application.
+
+    Args:
+        connections: live connections by client address, to cut the one whose reader stalls.
+        api_key: asked of every path but `OPEN_PATHS`; None: nobody is asked.
+    """
+
+    def __init__(self, app: ASGIApp, connections: Connections, api_key: str | None, limits: Limits) -> None:
+        self._app, self._connections, self._limits = app, connections, limits
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        guarded = _Send(send, self._limits.stall_s)
+        try:
+            try:
+                self._check_key(scope)
+                await self._app(scope, receive, guarded)
+            except (Gone, Stalled):
+                raise
+            except Exception as e:
+                if not guarded.begun:
+                    await error_response(e)(scope, receive, guarded)
+                if not guarded.ended:
+                    log.error("%s broke off: %s", scope["path"], e)
+                    self._cut(scope)
+        except Gone:  # nobody is there to be answered; uvicorn wants an answer all the same
+            if not guarded.ended:
+                self._cut(scope)
+        except Stalled:
+            log.info("%s: the reader stalled for %g s; connection cut", scope["path"], self._limits.stall_s)
+            self._cut(scope)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            what = "no API key was given" if not given else "the API key is wrong"
+            raise HttpError(
+                401, f"{what}; send it as Authorization: Bearer KEY", "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+    def _cut(self, scope: Scope) -> None:
+        client = scope.get("client")
+        connection = self._connections.get(tuple(client)) if client else None
+        if connection is not None:
+            connection.abort()
+
+
+class _Send:
+    """`send` that knows how far the response is and does not wait for ever."""
+
+    def __init__(self, send: Send, stall_s: float) -> None:
+        self._send, self._stall_s = send, stall_s
+        self.begun = self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        self.begun = True
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(message)
+        except TimeoutError as e:
+            raise Stalled from e
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body, at most `limits.body_bytes`.
+
+    A body that is too large is read on for a while and thrown away, so that its sender gets to read the answer.
+
+    Raises:
+        HttpError: 413 or 408.
+        Gone: the client left in the middle.
+    """
+    headers = request.headers
+    length = headers.get("content-length", "")
+    too_large = length.isdecimal() and int(length) > limits.body_bytes
+    if too_large and "expect" in headers:
+        raise _too_large(limits)
+    body = bytearray()
+    seen = 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            more = True
+            while more and seen <= 8 * limits.body_bytes:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                seen += len(message.get("body", b""))
+                too_large |= seen > limits.body_bytes
+                body = bytearray() if too_large else body + message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError as e:
+        raise HttpError(
+            408, f"the request did not arrive within {limits.body_s:g} s", "timeout", headers={"Connection": "close"}
+        ) from e
+    if too_large:
+        raise _too_large(limits)
+    if not body:
+        raise RequestError("the body is empty; it must be a JSON object", code="invalid_json")
+    return bytes(body)
+
+
+def _too_large(limits: Limits) -> HttpError:
+    return HttpError(
+        413, f"the request is larger than {limits.body_bytes} bytes", "request_too_large",
+        headers={"Connection": "close"},
+    )  # fmt: skip

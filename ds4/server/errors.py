@@ -1,0 +1,64 @@
+"""Every failure has one shape: {"error": {"message", "type", "param", "code"}}, whatever went wrong where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from starlette.responses import Response
+
+from ds4.errors import CapacityError, Ds4Error, RequestError
+
+
+class HttpError(Ds4Error):
+    """A failure with a status of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = dict(headers or {})
+
+
+def overloaded(message: str, code: str, retry_s: int = 1) -> HttpError:
+    """503, and when to come again."""
+    return HttpError(503, message, code, headers={"Retry-After": str(retry_s)})
+
+
+def status_of(error: BaseException) -> int:
+    if isinstance(error, HttpError):
+        return error.status
+    if isinstance(error, RequestError):
+        return 400
+    return 503 if isinstance(error, CapacityError) else 500
+
+
+def error_body(error: BaseException) -> dict[str, object]:
+    """The JSON object of an error. What is not meant for users says only that it happened."""
+    status = status_of(error)
+    message = str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"
+    code = getattr(error, "code", None)
+    if code is None and status >= 500:
+        code = "insufficient_memory" if isinstance(error, CapacityError) else "internal_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}}
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON in UTF-8; a lone surrogate (an error may quote one) becomes '?'."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    headers = error.headers if isinstance(error, HttpError) else {}
+    return json_response(error_body(error), status_of(error), headers)

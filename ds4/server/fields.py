@@ -1,0 +1,116 @@
+"""A JSON object read field by field: null means the default; a wrong type or value is an error with its name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ds4.errors import RequestError
+
+
+def parse_object(body: bytes) -> Fields:
+    """The body of a request as an object.
+
+    Raises:
+        RequestError: not UTF-8, not JSON (NaN and Infinity are none), nested too deep, not an object.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as e:
+        raise RequestError(f"the body is not UTF-8: byte {e.start}", code="invalid_json") from e
+    except RecursionError as e:
+        raise RequestError("the body is nested too deep", code="invalid_json") from e
+    except ValueError as e:
+        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, is {kind_of(value)}", code="invalid_json")
+    return Fields(value)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls the type of `value`."""
+    if value is None:
+        return "null"
+    for kinds, name in ((bool, "a boolean"), ((int, float), "a number"), (str, "a string"), (list, "a list")):
+        if isinstance(value, kinds):
+            return name
+    return "an object"
+
+
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Errors from below that do not know which field they belong to belong to `param`."""
+    try:
+        yield
+    except RequestError as e:
+        if e.param is not None:
+            raise
+        raise RequestError(str(e), param, e.code) from e
+
+
+class Fields:
+    """Typed reads of a JSON object. `where` goes before the field's name in errors."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
+        self.raw, self._where = raw, where
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def wrong(self, name: str, expected: str) -> RequestError:
+        full = self._where + name
+        return RequestError(f"{full} must be {expected}, is {kind_of(self.raw.get(name))}", full)
+
+    def _typed(self, name: str, kind: type | tuple[type, ...], expected: str) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(name, expected)
+        return value
+
+    def string(self, name: str) -> str | None:
+        value: str | None = self._typed(name, str, "a string")
+        return value
+
+    def boolean(self, name: str) -> bool | None:
+        value: bool | None = self._typed(name, bool, "true or false")
+        return value
+
+    def items(self, name: str) -> Sequence[Any] | None:
+        value: Sequence[Any] | None = self._typed(name, list, "a list")
+        return value
+
+    def nested(self, name: str) -> Fields | None:
+        value = self._typed(name, dict, "an object")
+        return None if value is None else Fields(value, f"{self._where}{name}.")
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value: int | None = self._typed(name, int, "an integer")
+        if value is not None and not low <= value <= high:
+            raise RequestError(
+                f"{self._where}{name} is {value}; it must be between {low} and {high}", self._where + name
+            )
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self._typed(name, (int, float), "a number")
+        if value is None:
+            return None
+        if not -1e300 < value < 1e300 or not math.isfinite(value):
+            raise RequestError(f"{self._where}{name} is out of range", self._where + name)
+        return float(value)
+
+    def refuse(self, name: str, accepted: Sequence[object], why: str) -> None:
+        """A field that exists in the API and not here: `accepted` values change nothing, any other is an error."""
+        value = self.raw.get(name)
+        if value is None or any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
+            return
+        raise RequestError(f"{self._where}{name}: {why}", self._where + name, "unsupported_parameter")

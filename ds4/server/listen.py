@@ -1,0 +1,80 @@
+"""The socket, and uvicorn as it is run here."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ds4.errors import Ds4Error, UsageError
+from ds4.server.edge import Connections
+from ds4.server.request import Limits
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything slow begins.
+
+    Raises:
+        UsageError: no such host.
+        Ds4Error: the port is in use, or not ours to take.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as e:
+        raise UsageError(f"--host {host}: {e}") from e
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(128)  # now: two sockets may be bound to one port until one of them listens
+    except OSError as e:
+        sock.close()
+        if e.errno == errno.EADDRINUSE:
+            raise Ds4Error(f"port {port} on {host} is in use; stop the other server or choose another --port") from e
+        raise Ds4Error(f"cannot listen on {host} port {port}: {e.strerror}") from e
+    sock.setblocking(False)
+    return sock
+
+
+def make_server(app: ASGIApp, connections: Connections, limits: Limits) -> uvicorn.Server:
+    """uvicorn with its own logging off; `connections` is kept up to date."""
+
+    class Protocol(H11Protocol):
+        """HTTP/1.1 whose connections can be cut from outside."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if self.client is not None:
+                connections[self.client] = transport
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.client is not None:
+                connections.pop(self.client, None)
+            super().connection_lost(exc)
+
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", Protocol),
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(limits.drain_s) or 1,
+    )
+    return uvicorn.Server(config)

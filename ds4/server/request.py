@@ -1,0 +1,92 @@
+"""What a request becomes inside the server, what the server asks of a model, and the limits it keeps.
+
+Every API is read into one `Generation`; the worker and the text stream know nothing of any schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ds4.engine import Sampling
+from ds4.model.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+
+
+class ServedConfig(Protocol):
+    """The three numbers of a model that the server needs."""
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int: ...
+    @property
+    def eos_token_id(self) -> int: ...
+
+
+class ServedSession(Protocol):
+    """One timeline; see ds4.engine.Session."""
+
+    def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> object: ...
+    def next(self, sampling: Sampling) -> int: ...
+
+
+class ServedEngine(Protocol):
+    """ds4.engine.Engine, or a stand-in of a dozen lines."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> ServedConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def session(self) -> ServedSession: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A checked request.
+
+    Attributes:
+        prompt_ids: at least one id, fewer than the context.
+        max_tokens: at least 1; prompt and answer together fit the context.
+        stops: texts that end the answer; looked for in content, not in reasoning.
+        in_reasoning: the prompt ended inside a reasoning block.
+        include_usage: a streamed answer ends with a chunk of usage counts.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    in_reasoning: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask for before it is told no.
+
+    Attributes:
+        queue: requests that wait while one runs; one more gets a 503.
+        body_bytes, body_s: size of a request, and seconds to send it in.
+        stops, stop_chars: stop strings, and characters of one.
+        outbox_chars: text that waits for a slow reader before its request is dropped.
+        stall_s: seconds that one write may wait for a reader before its connection is cut.
+        ping_s: seconds without an event before a stream says that it is alive.
+        drain_s: seconds that running requests get after SIGTERM.
+    """
+
+    queue: int = 32
+    body_bytes: int = 32 << 20
+    body_s: float = 60.0
+    stops: int = 16
+    stop_chars: int = 256
+    outbox_chars: int = 1 << 20
+    stall_s: float = 30.0
+    ping_s: float = 5.0
+    drain_s: float = 30.0

@@ -1,0 +1,162 @@
+"""A job's events to HTTP: one JSON object, or server-sent events. A client that leaves takes its job with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ds4.engine import Cancelled
+from ds4.server.errors import error_body, json_bytes, json_response, overloaded
+from ds4.server.openai import Answer
+from ds4.server.outbox import Event, Failed, Finished, Gone, Started
+from ds4.server.stream import Delta
+from ds4.server.worker import Job, Worker
+
+log = logging.getLogger("ds4.server")
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+PING = b": waiting\n\n"
+
+
+@asynccontextmanager
+async def watched(job: Job, worker: Worker, receive: Receive) -> AsyncIterator[None]:
+    """While inside, a disconnect cancels the job; leaving for any reason does too."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        worker.cancel(job)
+        job.outbox.abandon()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        worker.cancel(job)
+
+
+def failure(error: Exception) -> Exception:
+    """What a client is told when its job failed."""
+    return overloaded("the request was cancelled", "cancelled") if isinstance(error, Cancelled) else error
+
+
+class Log:
+    """One line a request, on its end."""
+
+    def __init__(self, path: str, job: Job) -> None:
+        self._path, self._job, self._begun = path, job, time.monotonic()
+
+    def end(self, how: str, tokens: int | None = None) -> None:
+        size = len(self._job.generation.prompt_ids)
+        out = "" if tokens is None else f"+{tokens}"
+        log.info("%s %s: %d%s tokens, %.2f s", self._path, how, size, out, time.monotonic() - self._begun)
+
+
+async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, path: str) -> Response:
+    """The answer as one JSON object.
+
+    Raises:
+        Gone: the client left; there is nobody to answer.
+        Exception: what the job failed with.
+    """
+    texts: dict[str, list[str]] = {}
+    line = Log(path, job)
+    async with watched(job, worker, receive):
+        try:
+            while True:
+                for event in await job.outbox.take():
+                    if isinstance(event, Delta):
+                        texts.setdefault(event.channel, []).append(event.text)
+                    elif isinstance(event, Finished):
+                        line.end(event.reason, event.tokens)
+                        return json_response(answer.whole({k: "".join(v) for k, v in texts.items()}, event))
+                    elif isinstance(event, Failed):
+                        line.end(f"failed: {event.error}")
+                        raise failure(event.error)
+        except Gone:
+            line.end("client left")
+            raise
+
+
+class EventStream(Response):
+    """The answer as server-sent events.
+
+    The status waits for the prompt: a request that fails before its first token is answered with the error's status.
+    If reading the prompt takes longer than a ping, the stream opens and pings.
+    """
+
+    def __init__(self, job: Job, answer: Answer, worker: Worker, ping_s: float, path: str) -> None:
+        super().__init__(b"", 200, SSE_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._job, self._answer, self._worker, self._ping_s = job, answer, worker, ping_s
+        self._line = Log(path, job)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with watched(self._job, self._worker, receive):
+            try:
+                await self._stream(_Body(self, send))
+            except Gone:
+                self._line.end("client left")
+
+    async def _stream(self, body: _Body) -> None:
+        while True:
+            events = await self._job.outbox.take(self._ping_s)
+            if not events:
+                await body.write(PING)
+            for event in events:
+                if isinstance(event, Failed) and not body.opened:
+                    self._line.end(f"failed: {event.error}")
+                    raise failure(event.error)
+                await body.write(self._encoded(event))
+                if isinstance(event, (Finished, Failed)):
+                    await body.close()
+                    return
+
+    def _encoded(self, event: Event) -> bytes:
+        if isinstance(event, Started):
+            return b"".join(map(sse, self._answer.first()))
+        if isinstance(event, Delta):
+            return sse(self._answer.delta(event))
+        if isinstance(event, Finished):
+            self._line.end(event.reason, event.tokens)
+            return b"".join(map(sse, self._answer.last(event))) + DONE
+        self._line.end(f"failed: {event.error}")
+        return sse(error_body(failure(event.error))) + DONE
+
+
+def sse(value: object) -> bytes:
+    """One event. JSON in one line has no line breaks of its own."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class _Body:
+    """The response, opened by its first byte."""
+
+    def __init__(self, response: Response, send: Callable[[Message], Awaitable[None]]) -> None:
+        self._response, self._send = response, send
+        self.opened = False
+
+    async def write(self, data: bytes) -> None:
+        if not self.opened:
+            self.opened = True
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": self._response.status_code,
+                    "headers": self._response.raw_headers,
+                }
+            )
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

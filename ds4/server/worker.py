@@ -1,0 +1,223 @@
+"""The one thread that owns the device: it loads the model and runs requests, first come, first served.
+
+The thread never waits for a socket (outbox.py) and looks for cancellation between prefill chunks and before every
+decode step. Each request starts from an empty timeline, so its tokens do not depend on those before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ds4.engine import Cancelled
+from ds4.errors import DeviceError, Ds4Error
+from ds4.server.errors import overloaded
+from ds4.server.outbox import Event, Failed, Finished, Outbox, Started
+from ds4.server.request import Generation, Progress, ServedEngine
+from ds4.server.stream import TextStream
+
+log = logging.getLogger("ds4.server")
+FAILING = 3  # device errors in a row after which the server calls itself unwell
+
+
+class Job:
+    """A request on its way. `cancel` may come from any thread, at any time."""
+
+    def __init__(self, generation: Generation, outbox: Outbox) -> None:
+        self.generation, self.outbox = generation, outbox
+        self.cancelled = False
+
+
+class _Stopped(Exception):
+    """The worker was stopped while it loaded."""
+
+
+class Worker:
+    """Owns the engine.
+
+    Args:
+        open_engine: called in the worker's thread with a progress callback.
+        queue: requests that may wait while one runs.
+        on_failed: called in the worker's thread if the model cannot be loaded; `error` says why.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[Progress], ServedEngine],
+        queue: int,
+        on_failed: Callable[[], None] | None = None,
+    ) -> None:
+        self._open, self._limit, self._on_failed = open_engine, queue, on_failed
+        self._change = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: Job | None = None
+        self._stopping = False
+        self._device_errors = 0
+        self.state = "loading"  # then "ready", or "failed"
+        self.progress = (0, 0)
+        self.engine: ServedEngine | None = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._main, name="ds4-device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Cancel what runs and what waits, close the engine, end the thread."""
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return int(self._running is not None)
+
+    @property
+    def well(self) -> bool:
+        """Whether a request would probably be answered."""
+        return self.state == "ready" and self._device_errors < FAILING and not self._stopping
+
+    def served(self) -> ServedEngine:
+        """The engine.
+
+        Raises:
+            HttpError: 503 while it loads, or if it could not be loaded.
+        """
+        if self.engine is None:
+            if self.error is not None:
+                raise overloaded(f"the model could not be loaded: {self.error}", "model_failed", 60)
+            done, total = self.progress
+            raise overloaded(f"the model is loading ({done} of {total or '?'} layers)", "model_loading", 2)
+        return self.engine
+
+    def check_room(self) -> None:
+        """Refuse early: before a prompt is tokenized.
+
+        Raises:
+            HttpError: 503, the queue is full or the server is stopping.
+        """
+        if self._stopping:
+            raise overloaded("the server is stopping", "shutting_down", 5)
+        # one may run or be about to: it does not count as waiting
+        if len(self._waiting) + self.running >= self._limit + 1:
+            raise overloaded(f"{self._limit} requests are waiting already; try again later", "queue_full", 1)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its events come through its outbox.
+
+        Raises:
+            HttpError: as `check_room`.
+        """
+        with self._change:
+            self.check_room()
+            self._waiting.append(job)
+            self._change.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job wherever it is; one that waits gives its place in the queue free at once."""
+        with self._change:
+            job.cancelled = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.outbox.put(Failed(Cancelled()))
+
+    # ---- the worker's thread ----
+
+    def _main(self) -> None:
+        try:
+            self.engine = self._open(self._loaded)
+        except _Stopped:
+            return
+        except Exception as e:
+            if not isinstance(e, Ds4Error):
+                log.exception("loading the model failed")
+            self.error, self.state = e, "failed"
+            if self._on_failed:
+                self._on_failed()
+            return
+        self.state = "ready"
+        log.info("model %s is loaded", self.engine.name)
+        while (job := self._take()) is not None:
+            self._run(self.engine, job)
+            with self._change:
+                self._running = None
+        for job in self._waiting:
+            job.outbox.put(Failed(overloaded("the server is stopping", "shutting_down", 5)))
+        self.engine.close()
+
+    def _loaded(self, done: int, total: int) -> None:
+        self.progress = (done, total)
+        if self._stopping:
+            raise _Stopped
+
+    def _take(self) -> Job | None:
+        with self._change:
+            while not self._waiting and not self._stopping:
+                self._change.wait()
+            if self._stopping:
+                return None
+            self._running = self._waiting.popleft()
+            return self._running
+
+    def _run(self, engine: ServedEngine, job: Job) -> None:
+        """One request to its end; whatever happens, its outbox hears of it."""
+        end: Event
+        try:
+            end = self._answer(engine, job)
+            self._device_errors = 0
+        except Cancelled:
+            end = Failed(overloaded("the server is stopping", "shutting_down", 5) if self._stopping else Cancelled())
+        except DeviceError as e:
+            self._device_errors += 1
+            log.error("device: %s", e)
+            end = Failed(e)
+        except Exception as e:
+            if not isinstance(e, Ds4Error):
+                log.exception("a request failed")
+            end = Failed(e)
+        job.outbox.put(end)
+
+    def _answer(self, engine: ServedEngine, job: Job) -> Finished:
+        """Prefill and decode.
+
+        Raises:
+            Cancelled: by the client, by a reader that is too slow, or because the server stops.
+        """
+        g = job.generation
+
+        def cancelled() -> bool:
+            return job.cancelled or self._stopping
+
+        def put(event: Event) -> None:
+            if not job.outbox.put(event):
+                raise Cancelled
+
+        if cancelled():
+            raise Cancelled
+        session = engine.session()
+        session.sync(g.prompt_ids, cancelled=cancelled)
+        put(Started())
+        text = TextStream(engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops)
+        reason = "length"
+        while text.tokens < g.max_tokens:
+            if cancelled():
+                raise Cancelled
+            token = session.next(g.sampling)
+            if token == engine.config.eos_token_id:
+                reason = "stop"
+                break
+            for delta in text.push(token):
+                put(delta)
+            if text.stopped:
+                break
+        for delta in text.finish():
+            put(delta)
+        return Finished("stop" if text.stopped else reason, text.tokens, text.reasoning_tokens)

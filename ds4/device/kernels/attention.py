@@ -1,4 +1,4 @@
-"""Launch table of attention.cu."""
+"""Launch table of attention.cu and attention_mma.cu."""
 
 from __future__ import annotations
 
@@ -65,4 +65,34 @@ ATTENTION_COMBINE: dict[str, Kernel] = {
         reason="partial sums come from the cache, 2 KB a split and head, straight into registers",
     )
     for a in ("f32", "bf16")
+}  # fmt: skip
+
+
+def mma_smem(heads: int, HEAD_DIM: int) -> int:
+    """MmaSmem: 32 keys in bf16, four partial score tiles, bf16 weights, a factor a head."""
+    return 2 * 32 * (HEAD_DIM + 8) + 4 * 4 * heads * 40 + 2 * heads * 40 + 4 * heads
+
+
+ATTENTION_MMA: dict[int, Kernel] = {
+    heads: Kernel(
+        name=f"attention_mma_h{heads}",
+        source="attention_mma.cu",
+        grid=lambda R, n_heads, heads=heads: (-(-n_heads // heads), R, 1),
+        block=8 * heads,
+        args=(
+            "out: bf16[R,n_heads,HEAD_DIM]", "q: bf16[R,n_heads,HEAD_DIM]", "ring: u8[ring_rows,B]", "chunk: u8[R,B]",
+            "comp: u8[*]?", "picks: i32[R,topk]?", "sinks: f32[n_heads]", "pos: i32[R]", "freq: f32[ROPE_DIM//2]",
+            "first: i32[1]", "n_heads: i32", "window: i32", "ring_rows: i32", "topk: i32", "scale: f32",
+        ),
+        smem=lambda HEAD_DIM, heads=heads: mma_smem(heads, HEAD_DIM),
+        constants=CONSTANTS,
+        traffic=lambda R, n_heads, window, topk, HEAD_DIM, heads=heads: (
+            R * 2 * n_heads * HEAD_DIM
+            + R * -(-n_heads // heads) * (_key_bytes(window, topk, HEAD_DIM, "fp4") + 4 * topk),
+            R * 2 * n_heads * HEAD_DIM,
+        ),
+        released={**RELEASED, "R": 512},
+        in_flight=32 * 288,
+    )
+    for heads in (16, 32)
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4.device import Buffer, Device
-from ds4.device.kernels.attention import ATTENTION_COMBINE, ATTENTION_ROWS, STEP_SLOTS
+from ds4.device.kernels.attention import ATTENTION_COMBINE, ATTENTION_MMA, ATTENTION_ROWS, STEP_SLOTS
 from ds4.engine.ops.kv import mode_of
 from ds4.engine.scratch import Workspace
 from ds4.errors import DeviceError
@@ -23,7 +23,8 @@ def attention(
     comp[picks[r, i]] up to the first -1.
 
     Args:
-        family: "step" (1..8 rows, keys split over blocks) or "prefill" (any rows).
+        family: "step" (1..8 rows, keys split over blocks) or "prefill" (any rows; on tensor cores where queries are
+            bf16 and rows packed).
         comp, picks: compressed rows and i32 [R, topk]; both None in a window-only layer.
         sinks: f32 [H].   first: i32 [1], the lowest position whose window row exists.
 
@@ -37,6 +38,28 @@ def attention(
     if ring_rows < window:
         raise DeviceError(f"attention: a ring of {ring_rows} rows does not hold a window of {window}")
     topk = picks.shape[1] if picks is not None else 0
+    if family == "prefill" and q.dtype == "bf16" and mode_of(ring) == "fp4":
+        kernel = ATTENTION_MMA[16 if H <= 16 else 32]
+        dev.launch(
+            kernel,
+            out,
+            q,
+            ring,
+            chunk,
+            comp,
+            picks,
+            sinks,
+            pos,
+            freq,
+            first,
+            H,
+            window,
+            ring_rows,
+            topk,
+            K**-0.5,
+            R=R,
+        )
+        return
     slots = window + topk
     split = STEP_SLOTS if family == "step" else slots
     n_splits = -(-slots // split)

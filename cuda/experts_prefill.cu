@@ -131,7 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const i64 row[2] = {slot_at(order, first, count, t / 8) / k, slot_at(order, first, count, t / 8 + 32) / k};
         float acc[4][4] = {};
         tile_product<2>(acc, sm, book, codes, plane, x, row, expert * octets + octet0, octets - octet0, count, D);
+#pragma unroll
         for (int j = 0; j < 2; j++) {
+#pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int m = warp / 2 * 16 + half * 8 + lane / 4, i = lane % 4 * 2,
                           octet = octet0 + warp % 2 * 2 + j;
@@ -167,7 +169,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const i64 row[2] = {slot_at(order, first, count, t / 8), slot_at(order, first, count, t / 8 + 32)};
         float acc[4][4] = {};
         tile_product<1>(acc, sm, book, codes, plane, h, row, expert * octets + octet0, octets - octet0, count, F);
+#pragma unroll
         for (int j = 0; j < 4; j++) {
+#pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int m = warp / 2 * 16 + half * 8 + lane / 4, i = lane % 4 * 2,
                           octet = octet0 + warp % 2 * 4 + j;

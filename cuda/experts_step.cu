@@ -32,6 +32,7 @@ DEV void dot_octet(float (&sum)[M][MAX], sptr<u64> book, gptr<const u32> codes, 
     float acc[M][8][MAX] = {};
     Codes<M> now = {}, next = {};
     load_codes<M>(now, codes, plane, first, n_blocks, 0, lane);
+#pragma unroll 1
     for (int b = 0; b < n_blocks; b++) {
         if (b + 1 < n_blocks) load_codes<M>(next, codes, plane, first, n_blocks, b + 1, lane);
         const int d = b * 256 + lane * 8;
@@ -79,6 +80,12 @@ DEV Work work_of(int item, gptr<const i32> picks, gptr<const i32> items) {
     return Work{items[item * 4], items[item * 4 + 1], items[item * 4 + 2]};
 }
 
+/// Slot number r of the work; past its last one the last again, which nobody uses.
+template <int MAX>
+DEV int slot_of(Work work, gptr<const i32> order, int r) {
+    return MAX == 1 ? work.first : order[work.first + min(r, work.count - 1)];
+}
+
 template <int THREADS, int MAX, class A>
 DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane,
                  gptr<const float> gains, gptr<const A> x, gptr<const i32> picks, gptr<const float> weights,
@@ -93,26 +100,20 @@ DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gpt
     for (int w = blockIdx.x + gridDim.x * warp; w < n_work; w += gridDim.x * (THREADS / 32)) {
         const Work work = work_of<MAX>(w / octets, picks, items);
         const i64 octet = (i64)work.expert * octets + w % octets;
-        int slot[MAX], row[MAX];
+        int row[MAX];
 #pragma unroll
-        for (int r = 0; r < MAX; r++) {
-            slot[r] = MAX == 1 ? work.first : order[work.first + min(r, work.count - 1)];
-            row[r] = slot[r] / k;
-        }
+        for (int r = 0; r < MAX; r++) row[r] = slot_of<MAX>(work, order, r) / k;
         const i64 first = octet * 2 * n_blocks;
         float sum[2][MAX] = {};
         if constexpr (MAX == 1) {
             dot_octet<2, MAX, A>(sum, book, codes, plane, first, D, x, row, work.count, lane);
         } else {  // both at once would not fit the registers; x comes twice from the first-level cache
-            float half[1][MAX] = {};
+            float part[1][MAX] = {};
 #pragma unroll 1
             for (int m = 0; m < 2; m++) {
-                dot_octet<1, MAX, A>(half, book, codes, plane, first + m * n_blocks, D, x, row, work.count, lane);
+                dot_octet<1, MAX, A>(part, book, codes, plane, first + m * n_blocks, D, x, row, work.count, lane);
 #pragma unroll
-                for (int r = 0; r < MAX; r++) {
-                    if (m == 0) sum[0][r] = half[0][r];
-                    if (m == 1) sum[1][r] = half[0][r];
-                }
+                for (int r = 0; r < MAX; r++) sum[0][r] = sum[1][r], sum[1][r] = part[0][r];
             }
         }
         const float gain = lane < 16 ? gains[octet * 16 + lane] : 0.0f;  // gate's eight, then up's
@@ -120,8 +121,9 @@ DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gpt
 #pragma unroll
         for (int r = 0; r < MAX; r++) {
             if (r >= work.count || lane >= 8) break;
-            const float a = clamped_swiglu(sum[0][r] * gain, sum[1][r] * up_gain, limit) * weights[slot[r]];
-            h[(i64)slot[r] * F + w % octets * 8 + lane] = from_f32<A>(a);
+            const int slot = slot_of<MAX>(work, order, r);  // read again: eight registers less above
+            const float a = clamped_swiglu(sum[0][r] * gain, sum[1][r] * up_gain, limit) * weights[slot];
+            h[(i64)slot * F + w % octets * 8 + lane] = from_f32<A>(a);
         }
     }
 }
@@ -141,7 +143,7 @@ DEV void down(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gp
         const i64 octet = (i64)work.expert * octets + w % octets;
         int slot[MAX];
 #pragma unroll
-        for (int r = 0; r < MAX; r++) slot[r] = MAX == 1 ? work.first : order[work.first + min(r, work.count - 1)];
+        for (int r = 0; r < MAX; r++) slot[r] = slot_of<MAX>(work, order, r);
         float sum[1][MAX] = {};
         dot_octet<1, MAX, A>(sum, book, codes, plane, octet * n_blocks, F, h, slot, work.count, lane);
         // a sidecar's factor of this expert and channel would multiply the gain here

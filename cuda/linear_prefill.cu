@@ -79,6 +79,7 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
     };
     auto fetch_w = [&](int tile) {
         const int k = column(K, tile, o);
+#pragma unroll
         for (int i = 0; i < kN * 8 / kThreads; i++) {
             const int n = n0 + (t + i * kThreads) / 8;
             float w[8] = {};
@@ -87,6 +88,7 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
         }
     };
     auto store_w = [&](int tile) {
+#pragma unroll
         for (int i = 0; i < kN * 8 / kThreads; i++) {
             const int n = (t + i * kThreads) / 8;
             sst<uint4>(sm.w, (tile & 1) * kN * kPitch + n * kPitch + o * 8, held[i]);
@@ -109,17 +111,21 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
 #pragma unroll
             for (int s = 0; s < kK; s += 16) {
                 u32 b[2][4];
+#pragma unroll
                 for (int p = 0; p < 2; p++) {
                     const int n = n_warp + p * 16 + (lane & 7) + lane / 16 * 8;
                     ldmatrix_x4(b[p], sm.w, ws + n * kPitch + s + (lane / 8 & 1) * 8);
                 }
+#pragma unroll
                 for (int i = 0; i < 2; i++) {
                     if (m0 + m_warp + i * 16 >= R) break;
                     u32 a[4];
                     ldmatrix_x4(a, sm.x, xs + (m_warp + i * 16 + (lane & 15)) * kPitch + s + lane / 16 * 8);
+#pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                         mma_bf16_16816(d, a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+#pragma unroll
                         for (int e = 0; e < 4; e++) acc[i][j][e] += d[e];
                     }
                 }
@@ -127,8 +133,11 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
         }
         if (tile + 1 < n_tiles) store_w(tile + 1);
     }
+#pragma unroll
     for (int i = 0; i < 2; i++) {
+#pragma unroll
         for (int j = 0; j < 4; j++) {
+#pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int m = m0 + m_warp + i * 16 + h * 8 + lane / 4, n = n0 + n_warp + j * 8 + lane % 4 * 2;
                 if (m < R && n < per_group)

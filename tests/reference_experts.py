@@ -40,7 +40,7 @@ class Blob:
 
 
 def random_blob(E: int, F: int, D: int, nc: int, seed: int = 0, gain: float = 0.05) -> Blob:
-    """Every codeword that fits is used, the last one included. Codewords of ordinary size, with zeros and subnormals."""
+    """Codes over the whole codebook, its last one included. Codewords of ordinary size, with zeros and subnormals."""
     rng = np.random.default_rng(seed + 1000 * E + F + D + nc)
     codebook = rng.integers(0x28, 0x48, (nc, 8), np.uint8) | rng.integers(0, 2, (nc, 8), np.uint8) << 7
     codebook[rng.random((nc, 8)) < 0.05] = 0
@@ -77,8 +77,8 @@ def experts(
         bf16: h is rounded to bf16 between the products.
         gate_steps, down_steps: roundings on the longest path through one sum; `unit` of float32.
 
-    The bound: |dg| = gate_steps * unit * sum |w||x| (the same for u); silu has a slope of at most 1.1 and the clamps at
-    most 1, so |dh| <= weight (1.1 |dg| |u| + |silu| |du| + 40 unit |h|) and, in bf16, 2^-8 |h| more, plus one flip's
+    The bound: |dg| = gate_steps * unit * sum |w||x| (the same for u); silu has a slope of at most 1.1 and the clamps
+    at most 1, so |dh| <= weight (1.1 |dg| |u| + |silu| |du| + 40 unit |h|) and, in bf16, 2^-8 |h| more, plus one flip's
     worth where the two sides round apart; then y's own sum on top of sum |w| |dh|.
     """
     R, k = picks.shape

@@ -1,4 +1,4 @@
-"""linear_step.cu and linear_prefill.cu against float64: every format, ragged rows, groups, and rows that stay alone."""
+"""linear_step.cu and linear_prefill.cu against float64: every format, ragged rows, groups, rows that stay alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from ds4.engine.ops.linear import linear
 from ds4.engine.ops.placement import Weight, place_weight
 from ds4.engine.scratch import Workspace
 from ds4.errors import DeviceError
-from tests.reference_dense import BF16, F32, F64, UNIT, assert_within, bf16_bits, bf16_values, decode, grouped
-from tests.reference_dense import random_file, round_bf16
+from tests.reference_dense import (
+    BF16,
+    F32,
+    F64,
+    UNIT,
+    assert_within,
+    bf16_bits,
+    bf16_values,
+    decode,
+    grouped,
+    random_file,
+    round_bf16,
+)
 
 ORDERS = ["rising", "falling", "greedy"]
 # (format, N, K): one partial pass; a chunk and a ragged tail; four chunks and a tail (a block owns a row)
@@ -47,8 +58,8 @@ def run(device: Device, family: str, w: Weight, x: Buffer, R: int, kind: str, gr
 
 
 def step_bound(x: F64, w: F64, groups: int = 1) -> F64:
-    """Decoding rounds a weight once. A lane adds ceil(K / 256) products, then eight sums, 32 lanes and four warps meet:
-    each addition is one rounding of a partial sum that is at most sum |x| |w|."""
+    """Decoding rounds a weight once. A lane adds ceil(K / 256) products, then eight sums, 32 lanes and four warps
+    meet: each addition is one rounding of a partial sum that is at most sum |x| |w|."""
     depth = -(-w.shape[1] // 256) + 3 + 5 + 4
     return (depth + 1) * UNIT * 1.001 * grouped(np.abs(x), np.abs(w), groups)
 
@@ -153,8 +164,8 @@ def test_q4_k_decodes_as_gguf_does(device: Device) -> None:
 
     raw = random_file("q4_k", 3, 512, np.random.default_rng(5))
     want = gguf.quants.dequantize(raw.reshape(3, -1), gguf.GGMLQuantizationType.Q4_K).astype(np.float64)
-    got: F32 = run(device, "step", place_weight(device, "q4_k", raw, 3, 512), device.upload(np.eye(8, 512, dtype="f")),
-                   8, "f32")  # fmt: skip
+    w = place_weight(device, "q4_k", raw, 3, 512)
+    got: F32 = run(device, "step", w, device.upload(np.eye(8, 512, dtype=np.float32)), 8, "f32")
     assert_within(got, want[:, :8].T, 4 * UNIT * np.abs(want).max())
     assert np.allclose(decode("q4_k", raw, 3, 512), want, atol=4 * UNIT * np.abs(want).max(), rtol=0)
 

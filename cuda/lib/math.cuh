@@ -54,16 +54,16 @@ DEV float log1p_f(float x) {
 
 /// Sine and cosine. The reduction by pi/2 in three parts is exact enough for |angle| < 2^21.
 DEV void sincos_f(float angle, float* sine, float* cosine) {
-    const float n = (angle * 0x1.45f306p-1f + 0x1.8p+23f) - 0x1.8p+23f;
+    const float n = fmaf(angle, 0x1.45f306p-1f, 0x1.8p+23f) - 0x1.8p+23f;
     float r = fmaf(n, -0x1.921fb6p+0f, angle);
     r = fmaf(n, 0x1.777a5cp-25f, r);
     r = fmaf(n, 0x1.ee59dap-50f, r);
     const float z = r * r;
-    float p = fmaf(-0x1.990902p-13f, z, 0x1.110694p-7f);
-    p = fmaf(p, z, -0x1.555544p-3f);
+    float p = fmaf(-0x1.9854f0p-13f, z, 0x1.110462p-7f);
+    p = fmaf(p, z, -0x1.55553ep-3f);
     const float s = fmaf(r * z, p, r);
-    float q = fmaf(0x1.99c3cep-16f, z, -0x1.6c0bb6p-10f);
-    q = fmaf(q, z, 0x1.55554ap-5f);
+    float q = fmaf(0x1.99222ep-16f, z, -0x1.6c0964p-10f);
+    q = fmaf(q, z, 0x1.555546p-5f);
     const float c = fmaf(z * z, q, fmaf(z, -0.5f, 1.0f));
     const u32 quadrant = (u32)(int)n;
     const float a = quadrant & 1u ? c : s, b = quadrant & 1u ? s : c;

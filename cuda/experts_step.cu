@@ -28,6 +28,7 @@ struct Work {
 template <int M, int MAX, class A>
 DEV void dot_octet(float (&sum)[M][MAX], sptr<u64> book, gptr<const u32> codes, gptr<const u8> plane, i64 first,
                    int width, gptr<const A> x, const int (&row)[MAX], int count, int lane) {
+    constexpr int kHeld = MAX < 4 ? MAX : 4;
     const int n_blocks = (width + 255) / 256;
     float acc[M][8][MAX] = {};
     Codes<M> now = {}, next = {};
@@ -37,22 +38,28 @@ DEV void dot_octet(float (&sum)[M][MAX], sptr<u64> book, gptr<const u32> codes, 
         if (b + 1 < n_blocks) load_codes<M>(next, codes, plane, first, n_blocks, b + 1, lane);
         const int d = b * 256 + lane * 8;
         if (d < width) {
-            float v[MAX][8];
 #pragma unroll
-            for (int r = 0; r < MAX; r++) {
-                if (r < count) load8(x, (i64)row[r] * width + d, v[r]);
-            }
+            for (int r0 = 0; r0 < MAX;
+                 r0 += kHeld) {  // more than four rows would not fit the registers: decode again
+                if (r0 >= count) break;
+                float v[kHeld][8];
 #pragma unroll
-            for (int m = 0; m < M; m++) {
+                for (int r = 0; r < kHeld; r++) {
+                    if (r0 + r < count) load8(x, (i64)row[r0 + r] * width + d, v[r]);
+                }
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    float w[8];
-                    e4m3x8_to_f32(book[code_of(now.w[m], now.high[m], i)], w);
+                for (int m = 0; m < M; m++) {
 #pragma unroll
-                    for (int r = 0; r < MAX; r++) {
-                        if (r < count) {
+                    for (int i = 0; i < 8; i++) {
+                        float w[8];
+                        e4m3x8_to_f32(book[code_of(now.w[m], now.high[m], i)], w);
 #pragma unroll
-                            for (int e = 0; e < 8; e++) acc[m][i][r] = fmaf(w[e], v[r][e], acc[m][i][r]);
+                        for (int r = 0; r < kHeld; r++) {
+                            if (r0 + r < count) {
+#pragma unroll
+                                for (int e = 0; e < 8; e++)
+                                    acc[m][i][r0 + r] = fmaf(w[e], v[r][e], acc[m][i][r0 + r]);
+                            }
                         }
                     }
                 }

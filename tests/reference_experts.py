@@ -78,8 +78,8 @@ def experts(
         gate_steps, down_steps: roundings on the longest path through one sum; `unit` of float32.
 
     The bound: |dg| = gate_steps * unit * sum |w||x| (the same for u); silu has a slope of at most 1.1 and the clamps
-    at most 1, so |dh| <= weight (1.1 |dg| |u| + |silu| |du| + 40 unit |h|) and, in bf16, 2^-8 |h| more, plus one flip's
-    worth where the two sides round apart; then y's own sum on top of sum |w| |dh|.
+    at most 1, so |dh| <= weight (1.1 |dg| |u| + |silu| |du| + 40 unit |h|) and, in bf16, one step more where the
+    two ends of that interval round apart; then y's own sum on top of sum |w| |dh|.
     """
     R, k = picks.shape
     D = x.shape[1]

@@ -76,7 +76,7 @@ class Engine:
             prefill: "full", or "replay" (bounded; prefill.py).
             index_keys: "owner", or "released" (the vendor's decode quirk, model-text 6).
             chunk: positions a prefill pass.
-            mem_budget_mb: refuse to place more than this.
+            mem_budget_mb: refuse weights, and later a sequence's state, that together take more than this.
 
         Raises:
             UsageError: an option outside its choices.
@@ -91,7 +91,7 @@ class Engine:
         if chunk < 1:
             raise UsageError(f"chunk is {chunk}; it must be at least 1")
         base = Base.open(path, engram_dir)
-        _check_memory(base, mem_budget_mb)
+        left = _check_memory(base, mem_budget_mb)
         tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
@@ -100,7 +100,7 @@ class Engine:
         feed = NgramFeed(base.config, _tables(base), stores)
         dev = (device or Device.open()).with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
-        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs)
+        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left)
         return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev))
 
     def session(self) -> Session:
@@ -117,8 +117,10 @@ def _tables(base: Base) -> EngramTables:
     return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
-def _check_memory(base: Base, budget_mb: int | None) -> None:
-    """Weights and one window of state must fit before the first upload (other engines die minutes later)."""
+def _check_memory(base: Base, budget_mb: int | None) -> int | None:
+    """Weights must fit before the first upload (other engines die minutes later); what the budget leaves for a
+    sequence's state is returned, None without a budget.
+    """
     need = placed_bytes(base)
     if budget_mb is not None and need > budget_mb << 20:
         raise CapacityError(f"{base.path}: the weights take {need >> 20} MB, the budget is {budget_mb} MB")
@@ -128,6 +130,7 @@ def _check_memory(base: Base, budget_mb: int | None) -> None:
             f"{base.path}: the weights take {need >> 20} MB, {available >> 20} MB of memory are available; "
             "free memory or use a smaller base"
         )
+    return None if budget_mb is None else (budget_mb << 20) - need
 
 
 def _available_bytes() -> int | None:

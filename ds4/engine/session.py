@@ -46,6 +46,7 @@ class SessionOptions:
     index_keys: str
     chunk: int
     graphs: bool
+    state_budget_bytes: int | None = None
 
 
 class Session:
@@ -56,7 +57,9 @@ class Session:
         options: SessionOptions,
     ) -> None:  # fmt: skip
         self.device, self.config = device, config
-        self.state = SequenceState(device, config, kv_layout(config, options.numerics.kv))
+        self.state = SequenceState(
+            device, config, kv_layout(config, options.numerics.kv), budget_bytes=options.state_budget_bytes
+        )
         self._step = StepRunner(
             device, ws, config, options.numerics, weights, self.state, feed,
             index_keys=options.index_keys, graphs=options.graphs,
@@ -132,10 +135,10 @@ class Session:
             return None
         keep = min(keep, len(tokens) - 1)
         if self.state.can_roll_back(keep):
-            self.state.rollback(keep)
+            self._go_back(keep)
         else:
             self.state.clear()
-        self._logits = None
+            self._logits = None
         if chunk is not None:
             if chunk < 1:
                 raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
@@ -201,7 +204,7 @@ class Session:
         while self.position < len(self.tokens):
             self._run_step(min(1 if self._one_by_one else MAX_ROWS, len(self.tokens) - self.position))
         if self._logits is None:  # synced without logits, or rolled back: run the last position again
-            self.state.rollback(self.position - 1)
+            self._go_back(self.position - 1)
             self._run_step(1)
         assert self._logits is not None
         return self._logits
@@ -253,9 +256,16 @@ class Session:
         if position > len(self.tokens) or position < 1:
             raise Ds4Error(f"cannot roll back to {position}: the timeline holds {len(self.tokens)} tokens")
         if position < self.position:
-            self.state.rollback(position)
-            self._logits = None
+            self._go_back(position)
         self.tokens = self.tokens[:position]
+
+    def _go_back(self, position: int) -> None:
+        """Roll the state back; the published index keys are again those of the last publisher before `position`."""
+        self.state.rollback(position)
+        self._logits = None
+        self.state.published = None
+        for p in range(max(0, position - max(self.config.compress_ratios)), position):
+            self.state.published = self._step.last_publisher(p, self.state.published)
 
     def nbytes(self) -> int:
         """Device bytes of this sequence's state."""

@@ -64,6 +64,7 @@ class SequenceState:
     first: tuple[int, int] = (0, 0)
     published: int | None = None
     replayed_to: int = 0  # window rows before this position cannot be brought back by `rollback`
+    budget_bytes: int | None = None  # of device memory for this state; None: as much as there is
 
     def __post_init__(self) -> None:
         c, dev = self.config, self.device
@@ -93,6 +94,7 @@ class SequenceState:
         capacity = max(self.capacity, LEAST_CAPACITY)
         while capacity < tokens:
             capacity *= 2
+        self._check_budget(tokens, capacity)
         for rows in self.sources.values():
             count = -(-capacity // rows.ratio)
             for name, make in (("comp", self.layout.empty_compressed), ("keys", self.layout.empty_keys)):
@@ -103,6 +105,20 @@ class SequenceState:
                 self.device.sync()
         self.capacity = capacity
         return True
+
+    def _check_budget(self, tokens: int, capacity: int) -> None:
+        """While it grows a source holds its old rows and its new ones; the largest source decides the peak."""
+        if self.budget_bytes is None:
+            return
+        per_row = self.layout.compressed_bytes + self.layout.key_bytes
+        grown = [-(-capacity // rows.ratio) * per_row for rows in self.sources.values()]
+        fixed = sum(b.nbytes for name, b in self._named().items() if not name.startswith(("comp.", "keys.")))
+        need = fixed + sum(grown)
+        if need > self.budget_bytes:
+            raise CapacityError(
+                f"{tokens} tokens need {need >> 20} MB of state, the budget leaves {self.budget_bytes >> 20} MB; "
+                "shorten the context or raise --mem-budget-mb"
+            )
 
     def set_first(self, below: int, above: int) -> None:
         """Lowest existing window row of the layers below, and from, the last kv source."""

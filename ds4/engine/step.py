@@ -88,7 +88,7 @@ class StepRunner:
         self._advance(key, self._pass(count, published), tickets, tap)
         state.position = start + count
         if self.index_keys == "released":
-            state.published = self._last_publisher(start, state.published)
+            state.published = self.last_publisher(start, state.published)
         return self.logits.view(0, (count, self.config.vocab_size), "f32")
 
     def _pass(self, count: int, published: dict[int, int]) -> Pass:
@@ -163,6 +163,7 @@ class StepRunner:
                 out[source] = at
         return out
 
-    def _last_publisher(self, position: int, before: int | None) -> int | None:
+    def last_publisher(self, position: int, before: int | None) -> int | None:
+        """Whose index keys stand published once `position` is decoded; `before`: those before it (model-text 6)."""
         here = [o for o in self.config.kv_source_layer_ids if self._publishes(o, position)]
         return here[-1] if here else before

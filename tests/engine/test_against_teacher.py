@@ -84,14 +84,21 @@ def test_stored_caches_equal_the_teachers_kv_rounding(
     assert distance(want, teach("oracle-b", ids)["logits_TV"]) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["oracle-a", "oracle-b"])
-def test_default_mode_is_near(engines: Callable[..., Engine], teach: Callable[..., dict], name: str) -> None:
-    """bf16 blocks and stored caches: another arithmetic, so a loose bound that a wrong formula would break."""
+@pytest.mark.parametrize(
+    ("name", "kv", "arith", "limit"),
+    [("oracle-a", "f32", "none", 0.2), ("oracle-b", "f32", "none", 0.2), ("oracle-b", "fp4", "kv", 0.3)],
+)
+def test_bf16_mode_is_near(
+    engines: Callable[..., Engine], teach: Callable[..., dict], name: str, kv: str, arith: str, limit: float
+) -> None:
+    """bf16 between blocks is another arithmetic, and random weights amplify it (0.12 to 0.17 of a row's norm in the
+    median when this was written); a wrong formula moves every row by about its norm.
+    """
     ids = prompt(name)
-    want = teach(name, ids, arith="kv")["logits_TV"]
-    got = score(engines(name), ids)["logits_TV"]
+    want = teach(name, ids, arith=arith)["logits_TV"]
+    got = score(engines(name, kv=kv), ids)["logits_TV"]
     rows = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert np.median(rows) <= 0.2
+    assert np.median(rows) <= limit
 
 
 def test_check_build_sees_nothing_wrong(bases: Callable[[str], Path]) -> None:

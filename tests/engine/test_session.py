@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4.engine import Engine, Sampling
+from ds4.base.reader import Base
+from ds4.device import Device
+from ds4.engine import Engine, Sampling, state
+from ds4.engine.weights import placed_bytes
 from ds4.errors import CapacityError, Ds4Error, RequestError, UsageError
 from tests.engine.conftest import DATA
 from tests.engine.test_against_teacher import prompt
@@ -98,7 +101,7 @@ def test_bad_sampling_is_refused(kwargs: dict[str, object]) -> None:
         Sampling(**kwargs)  # type: ignore[arg-type]
 
 
-def test_bad_options_are_refused(bases: Callable[[str], Path], fast_device) -> None:
+def test_bad_options_are_refused(bases: Callable[[str], Path], fast_device: Device) -> None:
     base = bases("oracle-a")
     for options in (
         {"activations": "fp8"},
@@ -113,3 +116,20 @@ def test_bad_options_are_refused(bases: Callable[[str], Path], fast_device) -> N
         Engine.open(base, engram_dir=DATA / "oracle-a", device=fast_device, mem_budget_mb=0)
     with pytest.raises(Ds4Error):
         Engine.open(base, engram_dir=DATA / "nowhere", device=fast_device)
+
+
+def test_the_budget_bounds_the_state_too(bases: Callable[[str], Path], fast_device: Device) -> None:
+    """oracle-e: under 2 MB of weights; 640 tokens of context are more state than half a megabyte holds."""
+    path = bases("oracle-e")
+    weights = placed_bytes(Base.open(path, DATA / "oracle-e"))
+    engine = Engine.open(path, engram_dir=DATA / "oracle-e", device=fast_device, mem_budget_mb=(weights >> 20) + 1)
+    assert engine.options.state_budget_bytes is not None and engine.options.state_budget_bytes < 1 << 20
+    state.LEAST_CAPACITY, least = 16, state.LEAST_CAPACITY
+    try:
+        session = engine.session()
+        session.state.budget_bytes = session.nbytes() + 4096
+        with pytest.raises(CapacityError, match="MB of state"):
+            session.sync([5] * 600)
+        session.sync([5] * 12)
+    finally:
+        state.LEAST_CAPACITY = least

@@ -108,6 +108,11 @@ CU_ENTRY cuInit(unsigned flags) {
     g_initialised = true;
     return CUDA_SUCCESS;
 }
+// NVRTC looks for this one in whatever libcuda is loaded, and does without its compile cache when it is refused.
+CU_ENTRY cuGetExportTable(const void** table, const void*) {
+    *table = nullptr;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
 CU_ENTRY cuDriverGetVersion(int* version) {
     *version = 13000;
     return CUDA_SUCCESS;

@@ -1,5 +1,6 @@
 /* entries.h - ENTRY(name asked for, our symbol): the entry points that exist. No include guard: read twice. */
 ENTRY(cuInit, cuInit)
+ENTRY(cuGetExportTable, cuGetExportTable)
 ENTRY(cuDriverGetVersion, cuDriverGetVersion)
 ENTRY(cuDeviceGetCount, cuDeviceGetCount)
 ENTRY(cuDeviceGet, cuDeviceGet)

@@ -26,7 +26,8 @@ def strided(r: Rig, stride: int) -> Any:
     r.simt.ds4simt_reset_counters()
     source, out = r.upload(np.zeros(32 * stride, np.float32)), r.alloc(128)
     r.launch("strided", Pointer(out), Pointer(source), stride, block=(32, 1, 1), smem=128 * stride)
-    r.free(source), r.free(out)
+    r.free(source)
+    r.free(out)
     return counters(r)["kernels"]["strided"]
 
 

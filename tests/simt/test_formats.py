@@ -22,7 +22,8 @@ def run(kernel: str, values: NDArray[Any], to: Any, variant: str = "fast") -> ND
     function = r.function(kernel, "formats.cu")
     r.launch(function, Pointer(out), Pointer(source), n, grid=(-(-n // 256), 1, 1))
     found = r.download(out, n, to)
-    r.free(source), r.free(out)
+    r.free(source)
+    r.free(out)
     return found
 
 

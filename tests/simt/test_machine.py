@@ -80,7 +80,7 @@ def test_rms_norm_is_the_same_everywhere(machine: Rig, fast: Rig) -> None:
         results.append(r.download(y, x.shape, np.float32))
         for p in (y, px, pw):
             r.free(p)
-    assert np.array_equal(*results)
+    assert np.array_equal(results[0], results[1])
     exact = x.astype(np.float64)
     want = exact / np.sqrt((exact * exact).mean(axis=1, keepdims=True)) * w
     # as in the style guide's example: 2 column adds, 13 of the reduction, mean, eps, root, quotient, two products
@@ -139,7 +139,8 @@ def test_copies_and_fills(fast: Rig) -> None:
     assert (int(base), int(size)) == (b, x.nbytes)
     free, total = fast.call("cuMemGetInfo")
     assert 0 < free <= total
-    fast.free(a), fast.free(b)
+    fast.free(a)
+    fast.free(b)
 
 
 def test_host_memory(fast: Rig) -> None:

@@ -35,7 +35,8 @@ def still_works(r: Rig) -> None:
     out, source = r.alloc(1024), r.upload(x)
     r.launch("read_too_early", Pointer(out), Pointer(source), 1, smem=SHARED)
     assert np.array_equal(r.download(out, 256, np.float32), x[np.arange(256) ^ 33])
-    r.free(out), r.free(source)
+    r.free(out)
+    r.free(source)
 
 
 # -- kernels

@@ -9,7 +9,8 @@
  *             first: i32 [1], the lowest position whose window row exists. Rows as in kvrows.cuh (u8), or f32.
  *             Key slots of row r: slot i < window is position pos[r] - window + 1 + i, valid from max(first, 0) on,
  *             read from chunk if >= pos[0], else from ring; slot window + i is compressed row picks[r, i].
- *             part: f32 [R, H, n_splits, HEAD_DIM], part_ml: f32 [R, H, n_splits, 2] (maximum, denominator).
+ *             part: f32 [R, H, n_splits, HEAD_DIM], a lane's channels 4 j .. 4 j + 3 at j HEAD_DIM / 4 + 4 lane; part_ml:
+ *             f32 [R, H, n_splits, 2] (maximum, denominator).
  * Launch      attention_rows: grid (ceil(H/8), n_splits, R), block 64: a warp owns four heads, a lane 16 channels of
  *             query and output in registers; block y takes slots [y, y + 1) * split_slots. With n_splits = 1 it writes
  *             out, else attention_combine follows: grid (H, R), block 32. Shared memory: 80 floats a warp.
@@ -17,8 +18,8 @@
  *             by xor 16, 8, 4, 2, 1. The running maximum rises group by group; a group's four exponentials are added
  *             as (0+2)+(1+3) and accumulators are rescaled once a group. Splits are ranges of slots, so neither the
  *             number of rows, nor chunk borders, nor replays move a bit; the split size does (step against prefill).
- * Traffic     reads q once and every valid key row once per eight heads (a warp's lanes read a row as whole sectors; the
- *             second read of the same row comes from the cache), writes out once; with splits, part is written and read.
+ * Traffic     reads q once a split and every valid key row, less its padding, once per four heads (from the cache but
+ *             for the first time), writes out once; with splits, part is written and read once, in whole lines.
  * Why so      one query row has 640 keys and 64 heads: too many heads for one warp's registers, too few keys to fill
  *             the machine, so blocks are heads by key ranges. Packed rows are decoded in registers, twice (scores,
  *             values), which is cheaper than a trip through shared memory; scores of 4 keys x 4 heads meet in one
@@ -95,6 +96,9 @@ DEV float transposed_sum(float (&v)[16], int lane) {
     halve<1>(v, lane);
     return v[0] + shfl_xor(v[0], 1);
 }
+
+// A partial sum's j-th four channels of a lane: quarters apart, so that a warp writes and reads whole lines.
+DEV i64 part_at(i64 vector, int lane, int j) { return vector * HEAD_DIM + j * (HEAD_DIM / 4) + lane * 4; }
 
 template <class A>
 DEV void finish16(gptr<A> out, i64 at, int c0, float (&o)[16], float denominator, float sum, i32 p,
@@ -223,7 +227,12 @@ DEV void attention_body(gptr<A> out, gptr<float> part, gptr<float> part_ml, gptr
             if (mine) finish16(out, at * HEAD_DIM + c0, c0, o[h], l + exp_f(sinks[head] - m), l, p, freq);
         } else {
             if (lane == 0) gst<float2>(part_ml, (at * n_splits + split) * 2, float2{m, l});
-            if (mine && l > 0.0f) store16(part, (at * n_splits + split) * HEAD_DIM + c0, o[h]);
+            if (mine && l > 0.0f) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    gst<float4>(part, part_at(at * n_splits + split, lane, j),
+                                float4{o[h][4 * j], o[h][4 * j + 1], o[h][4 * j + 2], o[h][4 * j + 3]});
+            }
         }
     }
 }
@@ -243,11 +252,15 @@ DEV void combine_body(gptr<A> out, gptr<const float> part, gptr<const float> par
         const float2 ml = gld<float2>(part_ml, (at * n_splits + s) * 2);
         if (!(ml.y > 0.0f)) continue;  // a split without keys has no partial sum
         const float keep = exp_f(ml.x - m);
-        float x[16];
-        load16(x, part, (at * n_splits + s) * HEAD_DIM + c0);
         sum = fmaf(ml.y, keep, sum);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) o[i] = fmaf(x[i], keep, o[i]);
+        for (int j = 0; j < 4; ++j) {
+            const float4 x = gld<float4>(part, part_at(at * n_splits + s, threadIdx.x, j));
+            o[4 * j] = fmaf(x.x, keep, o[4 * j]);
+            o[4 * j + 1] = fmaf(x.y, keep, o[4 * j + 1]);
+            o[4 * j + 2] = fmaf(x.z, keep, o[4 * j + 2]);
+            o[4 * j + 3] = fmaf(x.w, keep, o[4 * j + 3]);
+        }
     }
     finish16(out, at * HEAD_DIM + c0, c0, o, sum + exp_f(sinks[head] - m), sum, pos[row], freq);
 }

@@ -248,3 +248,25 @@ def test_wrong_calls_are_refused(device: Device) -> None:
         run(device, Case(9, 9), "step")
     with pytest.raises(DeviceError, match="does not hold a window"):
         run(device, Case(9, 1, slack=-1))
+
+
+def test_traffic_is_what_the_headers_say(count_device: Device) -> None:
+    """Key rows are asked for once per four heads (FMA) or 32 heads (tensor cores), partial sums in whole sectors."""
+    c = Case(150, 1, heads=40, K=512, rope=64, window=128, topk=64, n_comp=80, picked=64)
+    row, comp_row = c.K + c.K // 32, c.K // 2 + c.K // 16  # without padding
+    for family, kernel, ring, times in (
+        ("step", "attention_rows_bf16_fp4", 4, 10),
+        ("prefill", "attention_mma_h32", 2, 2),
+    ):
+        count_device.reset_counters()
+        run(count_device, c, family, "fp4", "bf16")
+        args = count_device.counters()["kernels"][kernel]["args"]
+        asked = [args[str(ring + i)]["load"]["bytes"] for i in range(3)]
+        # tensor cores: eight lanes share a window scale, two a compressed one, and meet in one request
+        assert asked == [times * (c.window - 1) * row, times * row, times * c.topk * comp_row]
+        q = args["3" if family == "step" else "1"]["load"]
+        assert q["bytes"] == c.heads * c.K * 2 * (3 if family == "step" else 1)
+    count_device.reset_counters()
+    run(count_device, c, "step", "fp4", "bf16")
+    part = count_device.counters()["kernels"]["attention_rows_bf16_fp4"]["args"]["1"]["store"]
+    assert part["bytes"] == part["sector_bytes"] == 4 * 3 * c.heads * c.K

@@ -236,3 +236,17 @@ def test_another_owners_keys_are_masked_by_the_row_s_own_count(device: Device) -
     c = Case(1, 40, ratio=2, spare=60, topk=30)
     got, _, _ = select(device, c, "f32", "step")
     assert got[0, :20].tolist() == list(range(20)) and (got[0, 20:] == -1).all()
+
+
+def test_traffic_is_what_the_header_says(count_device: Device) -> None:
+    """Visible keys once a row group, as a stream of whole sectors; queries once a row and block; no bank conflict."""
+    c = Case(4, 252, heads=32, width=128, rope=64, spare=0)
+    c.q = q4idx(c.q)
+    scores(count_device, c, "fp4", rows_per_block=2)
+    counts = count_device.counters()["kernels"]["index_scores_fp4"]
+    keys, q, out = counts["args"]["3"]["load"], counts["args"]["1"]["load"], counts["args"]["0"]["store"]
+    assert keys["bytes"] == (254 + 256) * 68 and keys["bytes"] >= 0.95 * keys["sector_bytes"]
+    assert q["bytes"] == q["sector_bytes"] == 4 * 2 * 4 * 32 * 128
+    assert out["bytes"] == 4 * (253 + 254 + 255 + 256)
+    for direction in ("load", "store"):
+        assert counts["shared"][direction]["wavefronts"] == counts["shared"][direction]["ideal_wavefronts"]

@@ -6,7 +6,8 @@ from ds4.device.kernels import Kernel
 from ds4.device.kernels.kv import BYTES, CONSTANTS, ROW, comp_row_bytes, window_row_bytes
 
 STEP_SLOTS = 64  # key slots a block of the step family takes
-BLOCK_HEADS = 8  # heads a block, four a warp
+BLOCK_HEADS = 8  # heads a block
+WARP_HEADS = 4  # of them a warp: each reads the keys anew
 RELEASED = {
     "R": 1, "n_heads": 64, "window": 128, "ring_rows": 192, "topk": 512, "n_splits": 10, "split_slots": STEP_SLOTS,
     "HEAD_DIM": 512, "ROPE_DIM": 64, "B": 528,
@@ -34,7 +35,7 @@ ATTENTION_ROWS: dict[tuple[str, str], Kernel] = {
         constants=CONSTANTS,
         traffic=lambda R, n_heads, n_splits, window, topk, HEAD_DIM, a=a, kv=kv: (
             R * (n_splits * n_heads * HEAD_DIM * BYTES[a]
-                 + -(-n_heads // BLOCK_HEADS) * (_key_bytes(window, topk, HEAD_DIM, kv) + 4 * topk)),
+                 + -(-n_heads // WARP_HEADS) * (_key_bytes(window, topk, HEAD_DIM, kv) + 4 * topk)),
             R * n_heads * (n_splits * (4 * HEAD_DIM + 8) if n_splits > 1 else HEAD_DIM * BYTES[a]),
         ),
         released=RELEASED,

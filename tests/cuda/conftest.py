@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-COMPILES = pytest.StashKey[dict[str, float]]()
+COMPILES = pytest.StashKey[dict[str, float]]()  # seconds a compilation; next to none where it was cached
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[COMPILES] = {}
-
-
-@pytest.fixture
-def compiles(request: pytest.FixtureRequest) -> dict[str, float]:
-    """Seconds a compilation, by file and architecture; cached ones take next to none."""
-    return request.config.stash[COMPILES]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -23,6 +17,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         slowest = max(found, key=lambda name: found[name])
         total = sum(found.values())
         terminalreporter.write_line(
-            f"kernels: {len(found)} files x architectures in {total:.1f} s of compiling (cached ones included); "
+            f"kernels: {len(found)} compilations, {total:.1f} s together (cached ones included); "
             f"slowest {slowest}, {found[slowest]:.1f} s"
         )

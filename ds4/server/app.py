@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ds4.errors import Ds4Error
-from ds4.server.edge import Connections, Edge, read_body
+from ds4.server.edge import Connections, Edge, Stalled, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
 from ds4.server.openai import Answer, model_card, model_list, read_chat, read_completion
@@ -53,7 +53,7 @@ def make_app(
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, (Ds4Error, Gone)):
+    if not isinstance(error, (Ds4Error, Gone, Stalled)):
         log.exception("a request failed", exc_info=error)
     return error_response(error)
 

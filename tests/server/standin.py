@@ -1,0 +1,189 @@
+"""A model of forced outputs behind the real server: real sockets, real event loop, no device."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+
+from ds4.engine import Cancelled, Sampling
+from ds4.model import tokenizer as names
+from ds4.model.tokenizer import CONTROL, NORMAL, Tokenizer
+from ds4.server.app import make_app
+from ds4.server.edge import Connections
+from ds4.server.listen import listen, make_server
+from ds4.server.request import Limits, Progress
+from ds4.server.worker import Worker
+
+ADDED = (names.BOS, names.EOS, names.PAD, names.SYSTEM, names.USER, names.ASSISTANT, names.THINK, names.END_THINK,
+         names.DSML, names.IMAGE)  # fmt: skip
+FIRST_BYTE = len(ADDED)
+BOS, EOS = 0, 1
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte: every character outside ASCII is cut in the middle."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    alphabet = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    types = [CONTROL] * FIRST_BYTE + [NORMAL] * 256
+    return Tokenizer.from_parts([*ADDED, *(alphabet[b] for b in range(256))], [], types)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    """Text as tokens; `</think>` and the end of sentence as the tokens that they are."""
+    return TOKENIZER.encode_segments(TOKENIZER.split_added(text))
+
+
+@dataclass(frozen=True)
+class StandInConfig:
+    max_position_embeddings: int = 4096
+    bos_token_id: int = BOS
+    eos_token_id: int = EOS
+
+
+@dataclass
+class StandIn:
+    """An engine whose answer is `script`, for ever repeated if `endless`.
+
+    `before_chunk` and `before_token` are called in the device thread with the number of the chunk or token: tests
+    block there, or fail.
+    """
+
+    script: Sequence[int] = ()
+    endless: bool = False
+    config: StandInConfig = StandInConfig()
+    before_chunk: Callable[[int], None] = lambda i: None
+    before_token: Callable[[int], None] = lambda i: None
+    name: str = "stand-in"
+    tokenizer: Tokenizer = TOKENIZER
+    closed: bool = False
+    prompts: list[list[int]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    sessions: weakref.WeakSet[StandInSession] = field(default_factory=weakref.WeakSet)
+
+    def session(self) -> StandInSession:
+        made = StandInSession(self)
+        self.sessions.add(made)
+        return made
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StandInSession:
+    def __init__(self, engine: StandIn) -> None:
+        self.engine, self.drawn = engine, 0
+
+    def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> None:
+        for chunk in range(0, len(tokens), 64):
+            self.engine.before_chunk(chunk // 64)
+            if cancelled():
+                raise Cancelled
+        self.engine.prompts.append(list(tokens))
+
+    def next(self, sampling: Sampling) -> int:
+        self.engine.before_token(self.drawn)
+        self.engine.samplings.append(sampling)
+        self.drawn += 1
+        script = self.engine.script
+        return script[(self.drawn - 1) % len(script)] if self.engine.endless else [*script, EOS][self.drawn - 1]
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    engine: StandIn
+    worker: Worker
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str, **kw: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **kw)
+
+    def post(self, path: str, body: object, **kw: Any) -> httpx.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=data, timeout=30, **kw)
+
+    def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **fields})
+
+    def client(self, key: str = "none") -> Any:
+        """The official client. Any: its overloads do not cover fields that are ours."""
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=30)
+
+    def raw(self, path: str, fields: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+        """A request on a bare socket, its answer not read yet."""
+        sock = socket.socket()
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.connect(("127.0.0.1", self.port))
+        sock.settimeout(30)
+        body = json.dumps(fields).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        return sock
+
+
+@contextmanager
+def serve(
+    engine: StandIn,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    open_engine: Callable[[Progress], StandIn] | None = None,
+    wait: bool = True,
+) -> Iterator[Served]:
+    """A server on a free port, until the block ends."""
+    limits = limits or Limits()
+    connections: Connections = {}
+    worker = Worker(open_engine or (lambda progress: engine), limits.queue)
+    server = make_server(make_app(worker, limits, api_key, connections), connections, limits)
+    sock = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    served = Served(engine, worker, sock.getsockname()[1])
+    try:
+        if wait:
+            until(lambda: worker.state != "loading")
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Wait for another thread; fails if it does not happen."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The objects of a finished event stream, which must end with [DONE]."""
+    data = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(d) for d in data[:-1]]
+
+
+def joined(chunks: Sequence[Any], key: str = "content") -> str:
+    """The text of a channel of a chat stream."""
+    return "".join(c["choices"][0]["delta"].get(key) or "" for c in chunks if c["choices"])

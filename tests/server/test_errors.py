@@ -1,0 +1,261 @@
+"""Bad input gets one clear error in one shape, and reaches no device."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ds4.errors import CapacityError, DeviceError, RequestError
+from ds4.server.errors import status_of
+from ds4.server.fields import Fields
+from ds4.server.openai import read_chat, read_completion
+from ds4.server.request import Limits
+from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LIMITS = Limits(body_bytes=20_000)
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serve(StandIn(ids_of("ok"), config=StandInConfig(500)), limits=LIMITS) as served:
+        yield served
+        assert served.engine.prompts == [], "a refused request reached the device"
+
+
+def check(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    error = body["error"]
+    assert error["message"] and (error["param"], error["code"]) == (param, code)
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff{}", b'{"n": NaN}', b"[" * 9999, b'{"n": ' + b"9" * 9999 + b"}"],
+)
+def test_a_body_that_is_no_json_object(server: Served, body: bytes) -> None:
+    check(server.post(CHAT, body), 400, None, "invalid_json")
+
+
+CHAT_WRONG: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [7]}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e999}, None),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": "x"}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
+    ({"n": "1"}, "n"),
+    ({"n": 0}, "n"),
+    ({"model": 7}, "model"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": True, "stream_options": 7}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stop": 7}, "stop"),
+    ({"stop": ["a", 7]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"reasoning_effort": "somewhat"}, "reasoning_effort"),
+    ({"reasoning_effort": 0}, "reasoning_effort"),
+    ({"reasoning_effort": True}, "reasoning_effort"),
+    ({"thinking": "yes"}, "thinking"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_WRONG)
+def test_wrong_chat_fields_are_named(server: Served, fields: dict[str, Any], param: str | None) -> None:
+    response = server.post(CHAT, {"messages": HI} | fields)
+    if param is None:  # json.dumps writes Infinity, which is no JSON
+        check(response, 400, None, "invalid_json")
+    else:
+        check(response, 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ],
+)
+def test_what_is_not_supported_says_so(server: Served, fields: dict[str, Any], param: str) -> None:
+    check(server.post(CHAT, {"messages": HI} | fields), 400, param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], [[]], [""], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], [-1], [10**9], 7, "\udfff"]
+)
+def test_wrong_prompts(server: Served, prompt: object) -> None:
+    check(server.post(COMPLETIONS, {"prompt": prompt}), 400, "prompt")
+
+
+def test_over_the_context(server: Served) -> None:
+    """Both numbers, for a prompt and for what is asked beside it."""
+    said = check(server.chat("x" * 496), 400, "messages", "context_length_exceeded")
+    assert "500" in said and str(496 + 4) in said
+    said = check(server.post(COMPLETIONS, {"prompt": [5] * 500}), 400, "prompt", "context_length_exceeded")
+    assert said.count("500") == 2
+    said = check(server.chat(max_tokens=501), 400, "max_tokens", "context_length_exceeded")
+    assert "500" in said and "501" in said
+
+
+def test_paths_and_methods(server: Served) -> None:
+    check(server.get("/nowhere"), 404, None, "not_found")
+    check(server.get("/v1/chat/completions/"), 404, None, "not_found")
+    response = server.get(CHAT)
+    check(response, 405, None, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    check(httpx.delete(server.url + "/v1/models"), 405, None, "method_not_allowed")
+
+
+def test_large_bodies(server: Served) -> None:
+    check(server.post(CHAT, b" " * 20_001), 413, None, "request_too_large")
+    chunks = (b"x" * 5_000 for _ in range(6))
+    check(httpx.post(server.url + CHAT, content=chunks), 413, None, "request_too_large")
+    sock = socket.create_connection(("127.0.0.1", server.port), 30)
+    sock.sendall(
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99999999\r\n\r\n".encode()
+    )
+    assert sock.recv(100).startswith(b"HTTP/1.1 413 ")  # before a byte of it was sent
+    sock.close()
+
+
+def test_a_body_that_never_comes() -> None:
+    with serve(StandIn(), limits=Limits(body_s=0.05)) as server:
+        sock = socket.create_connection(("127.0.0.1", server.port), 30)
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+        answer = b""
+        while piece := sock.recv(4096):
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"timeout"' in answer
+        sock.close()
+
+
+def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
+    with serve(StandIn(ids_of("ok"))) as server:
+        names = [
+            "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop",
+            "stream", "stream_options", "logprobs", "top_logprobs", "tools", "response_format", "logit_bias",
+            "presence_penalty", "frequency_penalty", "model", "reasoning_effort", "thinking", "user", "metadata",
+        ]  # fmt: skip
+        response = server.chat(
+            "hi", **dict.fromkeys(names), some_new_field={"a": [1]}, store=True, tool_choice="auto"
+        )
+        assert response.json()["choices"][0]["message"]["content"] == "ok"
+        same = server.chat(n=1, stop=[], logit_bias={}, tools=[], logprobs=False, presence_penalty=0.0, top_k=-1)
+        assert same.status_code == 200
+        assert server.post(COMPLETIONS, {"prompt": "x", "best_of": 1, "echo": False, "suffix": ""}).status_code == 200
+
+
+def test_failures_of_the_device() -> None:
+    """Before the first token: the error's status. After it: an error event. The next request is served."""
+    at: dict[str, int] = {"chunk": 0, "token": -1}
+
+    def fail_in_prefill(i: int) -> None:
+        if i == at["chunk"]:
+            raise DeviceError("the device caught fire")
+
+    def fail_in_decode(i: int) -> None:
+        if i == at["token"]:
+            raise ZeroDivisionError("secret")
+
+    engine = StandIn(ids_of("hello"), before_chunk=fail_in_prefill, before_token=fail_in_decode)
+    with serve(engine) as server:
+        for stream in (True, False):
+            assert "fire" in check(server.chat(stream=stream), 500, None, "internal_error")
+        assert server.get("/health").status_code == 200
+        server.chat()
+        unwell = server.get("/health")
+        assert unwell.status_code == 503 and unwell.json()["status"] == "failing"
+        at["chunk"], at["token"] = -1, 3
+        chunks = events(server.chat(stream=True))
+        assert chunks[-1]["error"]["code"] == "internal_error"
+        assert "secret" not in json.dumps(chunks)  # not ours to tell
+        check(server.chat(), 500, None, "internal_error")
+        at["token"] = -1
+        assert server.chat().json()["choices"][0]["message"]["content"] == "hello"
+        assert server.get("/health").status_code == 200
+
+
+def test_statuses() -> None:
+    assert [status_of(e) for e in (RequestError("x"), CapacityError("x"), DeviceError("x"), KeyError("x"))] == [
+        400, 503, 500, 500,
+    ]  # fmt: skip
+
+
+KEYS = (
+    "role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "name", "arguments", "id",
+    "reasoning_content", "task", "include_usage",
+)  # fmt: skip
+NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop", "stream",
+    "stream_options", "logprobs", "tools", "response_format", "logit_bias", "model", "reasoning_effort", "thinking",
+    "prompt", "messages", "echo",
+)  # fmt: skip
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["user", "system", "assistant", "tool", "text", "high", "\ud800", "a::b"])
+)
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool", "latest_reminder"]), "content": JSON},
+    optional={"tool_calls": st.lists(JSON, max_size=2), "tool_call_id": JSON, "reasoning_content": JSON},
+)
+FIELDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(FIELDS, st.lists(MESSAGE, min_size=1, max_size=3), JSON)
+def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: list[Any], prompt: Any) -> None:
+    """No other exception than a RequestError, and what is accepted fits the context."""
+    engine = StandIn(config=StandInConfig(500))
+    for read, body in ((read_chat, {"messages": messages} | fields), (read_completion, {"prompt": prompt} | fields)):
+        try:
+            g = read(Fields(body), engine, LIMITS)
+        except RequestError as e:
+            assert str(e)
+            continue
+        assert g.prompt_ids and g.max_tokens >= 1 and len(g.prompt_ids) + g.max_tokens <= 500

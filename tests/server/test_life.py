@@ -1,0 +1,282 @@
+"""Requests that queue, leave, stall or are cut short; a server that loads, drains and stops."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from ds4.errors import FileFormatError
+from ds4.server.request import Limits, Progress
+from tests.server.standin import Served, StandIn, StandInConfig, ids_of, serve, until
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**6}
+CONFIG = StandInConfig(2 * 10**6)
+
+
+class Gate:
+    """Blocks the device thread at call number `at` until opened; counts the calls."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.calls = at, 0
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, i: int) -> None:
+        self.calls += 1
+        if i == self.at:
+            self.reached.set()
+            assert self.open.wait(30)
+
+
+@contextmanager
+def server_with(engine: StandIn, *gates: Gate, limits: Limits | None = None) -> Iterator[Served]:
+    """Gates are opened at the end, so that a failing test does not hang."""
+    with serve(engine, limits=limits) as server:
+        try:
+            yield server
+        finally:
+            for gate in gates:
+                gate.open.set()
+
+
+def idle(server: Served) -> bool:
+    gc.collect()
+    return server.worker.running == server.worker.waiting == 0 and len(server.engine.sessions) == 0
+
+
+def answered(server: Served) -> bool:
+    """A small request goes through: nothing is stuck."""
+    response = server.chat(max_tokens=1)
+    return bool(response.status_code == 200)
+
+
+def waiting(server: Served, count: int) -> bool:
+    return server.worker.waiting == count
+
+
+def close_hard(sock: socket.socket) -> None:
+    """Reset, as a killed client does."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+
+
+@pytest.mark.parametrize("close", [socket.socket.close, close_hard])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+def test_a_client_that_leaves_frees_the_device(
+    place: str, stream: bool, close: Callable[[socket.socket], None]
+) -> None:
+    """Within one chunk or one step: the number of calls after it left is at most one more."""
+    chunks, tokens = Gate(2 if place == "prefill" else -1), Gate(5 if place == "decode" else -1)
+    gate = chunks if place == "prefill" else tokens
+    engine = StandIn(ids_of("abc"), endless=True, config=CONFIG, before_chunk=chunks, before_token=tokens)
+    with server_with(engine, gate) as server:
+        sock = server.raw(CHAT, {**BODY, "stream": stream, "messages": [{"role": "user", "content": "x" * 900}]})
+        assert gate.reached.wait(30)
+        job = server.worker._running
+        assert job is not None
+        close(sock)
+        until(lambda: job.cancelled)
+        calls = gate.calls
+        gate.open.set()
+        until(lambda: idle(server))
+        assert gate.calls <= calls + 1
+        assert place == "decode" or tokens.calls == 0
+        assert answered(server)
+
+
+def test_a_client_that_leaves_the_queue_is_never_run() -> None:
+    gate = Gate()
+    engine = StandIn(ids_of("abc"), config=CONFIG, before_token=gate)
+    with server_with(engine, gate) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(server.chat)
+        assert gate.reached.wait(30)
+        waiting = server.raw(CHAT, {"messages": [{"role": "user", "content": "never"}]})
+        until(lambda: server.worker.waiting == 1)
+        waiting.close()
+        until(lambda: server.worker.waiting == 0)
+        gate.open.set()
+        assert first.result().status_code == 200
+        until(lambda: idle(server))
+        assert len(engine.prompts) == 1
+
+
+def test_first_come_first_served_and_a_full_queue() -> None:
+    gate = Gate()
+    engine = StandIn(ids_of("abc"), config=CONFIG, before_token=gate)
+    with server_with(engine, gate, limits=Limits(queue=3)) as server, ThreadPoolExecutor() as pool:
+        futures = [pool.submit(server.chat, "0")]
+        assert gate.reached.wait(30)
+        for i in (1, 2, 3):
+            futures.append(pool.submit(server.chat, str(i)))
+            until(functools.partial(waiting, server, i))
+        health = server.get("/health")  # answered while the device is busy
+        assert health.json()["queue"] == {"running": 1, "waiting": 3}
+        refused = server.chat("4")
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        gate.open.set()
+        assert [f.result().status_code for f in futures] == [200] * 4
+        asked = [engine.tokenizer.decode(p)[-len("0<｜Assistant｜></think>")] for p in engine.prompts]
+        assert asked == ["0", "1", "2", "3"]
+        assert server.chat().status_code == 200
+
+
+def test_a_queue_of_none_still_runs_one() -> None:
+    with serve(StandIn(ids_of("abc")), limits=Limits(queue=0)) as server:
+        assert server.chat().status_code == 200
+
+
+def test_a_slow_reader_is_dropped_and_others_go_on() -> None:
+    """It never reads: its text waits up to the limit, then its request ends; the connection is cut after stall_s."""
+    engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
+    with serve(engine, limits=Limits(outbox_chars=20_000, stall_s=0.2)) as server:
+        sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
+        until(lambda: server.worker.running == 1)
+        until(lambda: server.worker.running == 0)  # dropped, by the outbox or by the write that waits too long
+        assert answered(server)
+        until(lambda: idle(server))
+        read = b""
+        while piece := sock.recv(65536):
+            read += piece
+        assert b"[DONE]" not in read and not read.endswith(b"0\r\n\r\n")  # cut off, not ended
+        sock.close()
+
+
+def test_a_reader_that_pauses_loses_nothing() -> None:
+    engine = StandIn(ids_of("\U0001f600" * 4_000), config=CONFIG)
+    with serve(engine) as server:
+        sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
+        until(lambda: len(engine.samplings) == 16_001)  # the device never waited for it
+        answer = b""
+        while b"[DONE]" not in answer[-100:]:
+            answer += sock.recv(1 << 20)
+        sock.close()
+        # chunked transfer: drop the length lines
+        lines = [
+            line[6:] for line in answer.decode().split("\r\n\r\n", 1)[1].split("\n") if line.startswith("data: {")
+        ]
+        text = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
+        assert text == "\U0001f600" * 4_000
+
+
+def test_a_long_prefill_opens_the_stream_and_pings() -> None:
+    gate = Gate()
+    with server_with(StandIn(ids_of("abc"), before_chunk=gate), gate, limits=Limits(ping_s=0.02)) as server:
+        sock = server.raw(CHAT, {**BODY, "max_tokens": 9, "stream": True})
+        answer = b""
+        while b": waiting\n\n" not in answer:
+            answer += sock.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        gate.open.set()
+        while b"[DONE]" not in answer:
+            answer += sock.recv(4096)
+        sock.close()
+
+
+def test_loading_and_failing_to_load() -> None:
+    step, go = threading.Event(), threading.Event()
+
+    def slow(progress: Progress) -> StandIn:
+        progress(3, 40)
+        step.set()
+        assert go.wait(30)
+        return StandIn(ids_of("ok"))
+
+    with serve(StandIn(), open_engine=slow, wait=False) as server:
+        assert step.wait(30)
+        health = server.get("/health")
+        assert health.status_code == 503 and health.json()["progress"] == {"done": 3, "total": 40}
+        assert health.json()["status"] == "loading" and "retry-after" in health.headers
+        for response in (server.chat(), server.get("/v1/models")):
+            assert response.status_code == 503 and response.json()["error"]["code"] == "model_loading"
+        go.set()
+        until(lambda: server.get("/health").status_code == 200)
+        assert server.chat().status_code == 200
+
+    def broken(progress: Progress) -> StandIn:
+        raise FileFormatError("x.gguf: cut off at byte 7")
+
+    with serve(StandIn(), open_engine=broken) as server:
+        health = server.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "failed"
+        assert "cut off at byte 7" in server.chat().json()["error"]["message"]
+
+
+def test_stopping_while_loading() -> None:
+    """The next progress report ends the load."""
+    started = threading.Event()
+    reports = 0
+
+    def endless(progress: Progress) -> StandIn:
+        nonlocal reports
+        started.set()
+        while True:
+            reports += 1
+            progress(reports, 0)
+
+    with serve(StandIn(), open_engine=endless, wait=False) as server:
+        assert started.wait(30)
+    assert not server.worker._thread.is_alive()
+
+
+def test_draining_lets_the_running_answer_end() -> None:
+    gate = Gate(3)
+    engine = StandIn(ids_of("hello"), before_token=gate)
+    with ThreadPoolExecutor() as pool:
+        with serve(engine) as server:
+            future = pool.submit(server.chat)
+            assert gate.reached.wait(30)
+            pool.submit(open_when_draining, server, gate)
+        assert future.result().json()["choices"][0]["message"]["content"] == "hello"
+    assert engine.closed and not server.worker._thread.is_alive()
+
+
+def open_when_draining(server: Served, gate: Gate) -> None:
+    until(lambda: refuses(server))
+    gate.open.set()
+
+
+def refuses(server: Served) -> bool:
+    """The listening socket is closed: the drain has begun."""
+    try:
+        server.get("/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
+def test_draining_has_an_end() -> None:
+    """An answer that does not end is cancelled after drain_s."""
+    engine = StandIn(ids_of("abc"), endless=True, config=StandInConfig(10**9))
+    with serve(engine, limits=Limits(drain_s=1)) as server:
+        sock = server.raw(CHAT, {**BODY, "max_tokens": 10**8, "stream": True})
+        assert sock.recv(10)
+    assert engine.closed and not server.worker._thread.is_alive()
+    sock.close()
+
+
+def test_many_at_once_with_some_leaving() -> None:
+    """A small soak: all that stay get their whole answer, all sessions are freed."""
+    engine = StandIn(ids_of("abcdefgh" * 8))
+
+    def one(i: int, server: Served) -> bool:
+        if i % 3 == 0:
+            server.raw(CHAT, {**BODY, "max_tokens": 64, "stream": bool(i % 2)}).close()
+            return True
+        response = server.chat(str(i), stream=bool(i % 2))
+        return response.status_code == 200 and "stop" in response.text
+
+    with serve(engine, limits=Limits(queue=100)) as server, ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(lambda i: one(i, server), range(90)))
+        until(lambda: idle(server))
+        assert answered(server)

@@ -112,5 +112,8 @@ def test_counters(dev: Device) -> None:
         count.launch(SCALE, y, x, 256, 2.0)
     found = count.counters()
     assert found["launches"] == 3 and found["kernels"]["scale"]["launches"] == 3
+    args = found["kernels"]["scale"]["args"]
+    for index, way in (("0", "store"), ("1", "load")):  # y, then x: 256 floats a launch, whole sectors
+        assert args[index][way]["bytes"] == args[index][way]["sector_bytes"] == 3 * 256 * 4
     count.reset_counters()
     assert count.counters()["launches"] == 0

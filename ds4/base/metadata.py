@@ -20,6 +20,7 @@ from ds4.model.config import ModelConfig, VisionConfig
 
 ARCHITECTURE, NAME = "deepseek4", "DeepSeek V4.1 Flash"
 P = ARCHITECTURE + "."
+MAX_VISION_LAYERS = 4096  # a tensor inventory is made from this number before anything can contradict it
 MTP_RUNTIME = ("block_size", "expert_used_count", "noise_token_id", "markov_rank", "target_layers")
 
 # field of ModelConfig <-> (key, kind)
@@ -122,7 +123,11 @@ def from_config(c: ModelConfig, pad_compressed: int) -> Metadata:
 
 
 def _value(kind: str, v: Any) -> Value:
-    return Value(kind, list(v) if kind.startswith("[") else int(v) if kind[0] in "ui" else v)
+    if kind.startswith("["):
+        return Value(kind, list(v))
+    if kind == "u32" and v >= 1 << 32:
+        kind = "u64"
+    return Value(kind, int(v) if kind[0] in "ui" else v)
 
 
 def to_config(meta: dict[str, Any], token_map: NDArray[np.int32] | None, where: str) -> ModelConfig:
@@ -206,6 +211,8 @@ def _vision(r: _Reader) -> VisionConfig | None:
         if v is not None and v <= 0:
             raise ConfigError(f"{r.where}: ds4.vision.{f.name} is {v}; expected a positive number")
         values[f.name] = v
+    if values["num_hidden_layers"] > MAX_VISION_LAYERS:
+        raise ConfigError(f"{r.where}: ds4.vision.num_hidden_layers is {values['num_hidden_layers']}")
     return VisionConfig(**values)
 
 

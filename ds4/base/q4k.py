@@ -22,7 +22,7 @@ F32 = NDArray[np.float32]
 BLOCK, GROUPS, WIDTH, BYTES = 256, 8, 32, 144
 # Searches of one block: starting pairs (d, dmin), refits of the best, and how far scales move from a start.
 # With these the error is within 1 % of an exhaustive search's on whole rows; more gains little.
-STARTS, ROUNDS, RIDGE = 6, 1, 5
+STARTS, ROUNDS, RIDGE = 6, 1, 2
 _CHUNK = 256  # blocks at a time: 64 K weights stay in cache
 
 

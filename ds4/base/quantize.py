@@ -42,10 +42,21 @@ Record = dict[str, Any]
 class HashTables(Protocol):
     """The derived engram tables, as `ds4.engram.hash.derive_tables` gives them (G engram layers)."""
 
-    token_map: NDArray[np.int32]  # [V]
-    multipliers: NDArray[np.int64]  # [G, n]
-    primes: NDArray[np.int64]  # [G, n-1, heads]
-    offsets: NDArray[np.int64]  # [G, columns]
+    @property
+    def token_map(self) -> NDArray[np.int32]:
+        """[V]"""
+
+    @property
+    def multipliers(self) -> NDArray[np.int64]:
+        """[G, n]"""
+
+    @property
+    def primes(self) -> NDArray[np.int64]:
+        """[G, n-1, heads]"""
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[G, columns]"""
 
 
 def quantize(

@@ -53,6 +53,9 @@ def metadata_from_json(text: str, vocab_size: int, where: str) -> Metadata:
     for i, content, special in added:
         _put(tokens, types, i, content, CONTROL if special else USER_DEFINED, where)
     filled = [t if t is not None else f"[PAD{i}]" for i, t in enumerate(tokens)]
+    for piece in (*filled, *merges):
+        if not _encodable(piece):
+            raise FileFormatError(f"{where}: {piece!r} has half of a surrogate pair and is no text")
     return {
         "tokenizer.ggml.model": Value("str", "gpt2"),
         "tokenizer.ggml.tokens": Value("[str]", filled),
@@ -62,9 +65,17 @@ def metadata_from_json(text: str, vocab_size: int, where: str) -> Metadata:
     }
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _put(tokens: list[str | None], types: Any, i: int, content: str, kind: int, where: str) -> None:
-    if not 0 <= i < len(tokens):
-        raise FileFormatError(f"{where}: token {content!r} has id {i}; the model has {len(tokens)} ids")
+    if not isinstance(i, int) or not 0 <= i < len(tokens):
+        raise FileFormatError(f"{where}: token {content!r} has id {i!r}; the model has {len(tokens)} ids")
     tokens[i], types[i] = content, kind
 
 

@@ -284,7 +284,8 @@ def test_a_nan_in_the_checkpoint(tmp_path: Path, tensor: str, value: int) -> Non
 
 def test_a_checkpoint_without_its_tokenizer(tmp_path: Path) -> None:
     folder = copy_checkpoint(tmp_path / "c")
-    for text in (None, "{", "[]", '{"model": {"vocab": {"a": 999999}, "merges": []}}'):
+    bad_vocab = ('{"a": 999999}', '{"a": "1"}', '{"a": -1}', '{"\\ud800": 1}', "3")
+    for text in (None, "{", "[]", *(f'{{"model": {{"vocab": {v}, "merges": []}}}}' for v in bad_vocab)):
         path = folder / "tokenizer.json"
         path.unlink(missing_ok=True)
         if text is not None:

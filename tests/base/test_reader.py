@@ -230,6 +230,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "ratios short": (put(P + "attention.compress_ratios", "[i32]", [0, 2]), "compress_ratios"),
     "pad elsewhere": (put(P + "engram.pad_id_compressed", "u32", 99), "pad_id_compressed"),
     "vision broken": (forget("ds4.vision.patch_size"), "ds4.vision.patch_size is missing"),
+    "vision huge": (put("ds4.vision.num_hidden_layers", "u32", 2**31), "ds4.vision.num_hidden_layers is"),
     "tokens short": (put("tokenizer.ggml.tokens", "[str]", ["a"]), "1 strings for 320 ids"),
     "merges missing": (forget("tokenizer.ggml.merges"), "merges"),
     "token types short": (put("tokenizer.ggml.token_type", "[i32]", [1, 2]), "token_type must be 320"),

@@ -24,18 +24,6 @@ constexpr int F = FORMAT;
 constexpr int P = passes_of(F), C = 256 * P;
 constexpr int kWarps = 4;
 
-/// Turn what a lane holds into the eight values of pass j. All lanes call: q4_k hands its factors round.
-DEV void decode_pass(const Raw<F>& r, int j, int lane, float factor, float low, float (&w)[8]) {
-    u32 scale = 0;
-    if constexpr (F == kQ8) scale = r.scale >> 16 * j;
-    if constexpr (F == kFP4 || F == kFP8) scale = r.scale >> 8 * j & 255u;
-    if constexpr (F == kQ4K) {
-        factor = shfl(factor, j * 8 + lane / 4);
-        low = shfl(low, j * 8 + lane / 4);
-    }
-    decode8<F>(r.code, r.more, j, scale, factor, low, w);
-}
-
 /// PAIR rows of w from n0 against up to MAX rows of x; x is already at its group.
 template <int PAIR, int MAX, class A>
 DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, i64 x_stride,
@@ -63,7 +51,7 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
         for (int j = 0; j < P; j++) {
             float w[PAIR][8];
 #pragma unroll
-            for (int i = 0; i < PAIR; i++) decode_pass(now[i], j, lane, factor[i], low[i], w[i]);
+            for (int i = 0; i < PAIR; i++) decode_pass<F>(now[i], j, lane, factor[i], low[i], w[i]);
 #pragma unroll
             for (int r = 0; r < MAX; r++) {
                 if (r >= R) break;
@@ -84,11 +72,8 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
         float w[PAIR][8];
 #pragma unroll
         for (int i = 0; i < PAIR; i++) {
-            Raw<F> raw = {};
-            load_tail<F>(raw, codes, scales, min(n0 + i, N - 1), K, k0, lane, n_lanes);
-            float factor = 0.0f, low = 0.0f;
-            if constexpr (F == kQ4K) q4k_pair(raw.more, lane / 4, factor, low);
-            decode8<F>(raw.code, raw.more, 0, raw.scale, factor, low, w[i]);
+            load_tail<F>(now[i], codes, scales, min(n0 + i, N - 1), K, k0, lane, n_lanes);
+            decode_tail<F>(now[i], lane, w[i]);
         }
 #pragma unroll
         for (int r = 0; r < MAX; r++) {

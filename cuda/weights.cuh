@@ -136,7 +136,29 @@ DEV void decode8(uint4 code, uint4 more, int j, u32 scale, float factor, float l
     }
 }
 
-/// Columns k .. k + 7 of row n (k a multiple of 8), wherever they lie: for the embedding and for prefill tiles.
+/// Pass j of what a lane holds of a chunk. `factor` and `low` are q4_k's pair number lane & 7 of head `r.more`, which
+/// the lane computed once: all lanes call, the pairs are handed round.
+template <int F>
+DEV void decode_pass(const Raw<F>& r, int j, int lane, float factor, float low, float (&w)[8]) {
+    u32 scale = 0;
+    if constexpr (F == kQ8) scale = r.scale >> 16 * j;
+    if constexpr (F == kFP4 || F == kFP8) scale = r.scale >> 8 * j & 255u;
+    if constexpr (F == kQ4K) {
+        factor = shfl(factor, j * 8 + lane / 4);
+        low = shfl(low, j * 8 + lane / 4);
+    }
+    decode8<F>(r.code, r.more, j, scale, factor, low, w);
+}
+
+/// What a lane holds of a tail pass.
+template <int F>
+DEV void decode_tail(const Raw<F>& r, int lane, float (&w)[8]) {
+    float factor = 0.0f, low = 0.0f;
+    if constexpr (F == kQ4K) q4k_pair(r.more, lane / 4, factor, low);
+    decode8<F>(r.code, r.more, 0, r.scale, factor, low, w);
+}
+
+/// Columns k .. k + 7 of row n (k a multiple of 8), wherever they lie: for prefill tiles.
 template <int F>
 DEV void weight8(gptr<const u8> codes, gptr<const u8> scales, i64 n, int n_cols, int k, float (&w)[8]) {
     constexpr int P = passes_of(F), B = code_bytes_of(F), C = 256 * P;

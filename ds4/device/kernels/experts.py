@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ds4.device.kernels import Kernel
 from ds4.device.kernels.linear import ITEM
 
@@ -89,10 +91,23 @@ def _one_traffic(a: str, up: bool, k: int, F: int, D: int, n_codes: int, blocks:
     return book + octets * (code_bytes(8, F, n_codes) + 32 + F * ITEM[a] + 4), k * D * 4
 
 
+def _rows_traffic(
+    a: str, up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int
+) -> tuple[int, int]:
+    """The same for several rows. n_items: of the plan, which only the picks tell; each is 12 bytes of item and 32 of
+    order a warp, a slot 8 bytes more in gate-up, whose activations come once for each of its matrices."""
+    fixed = blocks * (8 * n_codes + STEP_THREADS[8] // 32 * 4)
+    slots, rows, cols = R * k, (F if up else D) // 8, D if up else F
+    per_item = 44 + (2 if up else 1) * (code_bytes(8, cols, n_codes) + 32)
+    per_slot = 2 * cols * ITEM[a] + 8 if up else cols * ITEM[a]
+    return fixed + rows * (n_items * per_item + slots * per_slot), slots * rows * 8 * (ITEM[a] if up else 4)
+
+
 def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
     suffix = f"{a}_{'one' if rows == 1 else 'rows'}"
     streams = ("codebook: u64[n_codes]", "codes: u32[*]", "plane: u8[*]?", "gains: f32[*]")
     released = RELEASED | {"R": rows}
+    traffic = _one_traffic if rows == 1 else _rows_traffic
     up = Kernel(
         name=f"experts_gate_up_{suffix}",
         source="experts_step.cu",
@@ -101,8 +116,7 @@ def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
         args=(f"h: {a}[R*k,F]", *streams, f"x: {a}[R,D]", "picks: i32[R,k]", "weights: f32[R,k]", *_PLANNED, *_SIZES,
               "limit: f32"),
         smem=lambda n_codes: 8 * n_codes,
-        traffic=(lambda k, F, D, n_codes, blocks: _one_traffic(a, True, k, F, D, n_codes, blocks))
-        if rows == 1 else None,
+        traffic=functools.partial(traffic, a, True),
         released=released,
         in_flight=STEP_THREADS[rows] // 32 * (4 if rows == 1 else 2) * 384,
         reason="as many blocks as keep the copies of the codebook under a tenth of the codes",
@@ -114,8 +128,7 @@ def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
         block=STEP_THREADS[rows],
         args=("y: f32[R*k,D]", *streams, f"h: {a}[R*k,F]", "picks: i32[R,k]", *_PLANNED, *_SIZES),
         smem=lambda n_codes: 8 * n_codes,
-        traffic=(lambda k, F, D, n_codes, blocks: _one_traffic(a, False, k, F, D, n_codes, blocks))
-        if rows == 1 else None,
+        traffic=functools.partial(traffic, a, False),
         released=released,
         in_flight=STEP_THREADS[rows] // 32 * 2 * 384,
         reason="as many blocks as keep the copies of the codebook under a tenth of the codes",

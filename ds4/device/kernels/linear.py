@@ -66,9 +66,19 @@ def _step(name: str, x: str, y: str, rows: int) -> Kernel:
 def _prefill(name: str, y: str) -> Kernel:
     number, code, _, scale = FORMATS[name]
 
+    def scale_bytes(N: int, K: int) -> int:
+        """Of N rows, as tiles of 64 columns ask for them; a warp has four rows of a tile."""
+        columns = FORMATS[name][2]
+        whole, rest = K // columns * (columns // 64), K % columns
+        if name == "q4_k":  # a head of 16 bytes for each of the four passes that a tile is gathered from
+            return N * (whole * 64 + -(-rest // 64) * 16)
+        if name == "fp4x32":
+            return N * (whole * 4 + rest // 32)
+        return N // 4 * (K // 32) if name == "fp8_32x32" else N * (K // 256 * scale + K % 256 * scale // 256)
+
     def traffic(R: int, N: int, K: int, groups: int, **_: int) -> tuple[int, int]:
         tall, wide = -(-R // 128), groups * -(-(N // groups) // 64)
-        return tall * N * (K * code // 8 + K * scale // 256) + wide * R * K * 2, R * N * ITEM[y]
+        return tall * (N * (K * code // 8) + scale_bytes(N, K)) + wide * R * K * 2, R * N * ITEM[y]
 
     return Kernel(
         name=f"linear_prefill_{name}_bf16_{y}",
@@ -100,17 +110,26 @@ STEP: dict[tuple[str, str, str, int], Kernel] = {
     for rows in (1, ROWS)
 }
 PREFILL: dict[tuple[str, str], Kernel] = {(name, y): _prefill(name, y) for name in FORMATS for y in ("bf16", "f32")}
-EMBED: dict[str, Kernel] = {
-    name: Kernel(
+
+
+def _embed(name: str) -> Kernel:
+    number, code, columns, scale = FORMATS[name]
+
+    def units(D: int) -> int:
+        return D // columns + -(-(D % columns) // 256)
+
+    return Kernel(
         name=f"embed_{name}",
         source="embed.cu",
-        grid=lambda R, D: (-(-D // 1024), R, 1),
-        block=128,
+        grid=lambda R, D: (-(-units(D) // WARPS), R, 1),
+        block=32 * WARPS,
         args=("x: f32[R,S,D]", "codes: u8[*]", "scales: u8[*]", "ids: i32[R]", "S: i32", "D: i32"),
         defines=(f"FORMAT={number}", f"NAME={name}"),
+        traffic=lambda R, S, D: (R * (D * code // 8 + D * scale // 256 + 4 * units(D)), 4 * R * S * D),
         released={"R": 1, "S": 4, "D": 5120},
-        in_flight=128 * code,
+        in_flight=128 * (32 if code == 32 else 16),
         reason="one row of the table: 3 KB to read, once a token",
     )
-    for name, (number, code, _, _) in FORMATS.items()
-}
+
+
+EMBED: dict[str, Kernel] = {name: _embed(name) for name in FORMATS}

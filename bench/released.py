@@ -202,17 +202,19 @@ class Rest:
         rope_query(self.dev, self.act(R, c.num_attention_heads, c.head_dim), self.pos, self.freq, R)
 
     def publish(self) -> None:
-        c, R, dev = self.c, self.R, self.dev
+        c, dev = self.c, self.dev
         source = c.kv_source_layer_ids[0]
         ratio, K = c.compress_ratios[source], c.head_dim
+        R = -(-self.R // ratio) * ratio  # whole groups: the formulas count a group in `ratio` rows
+        pos = dev.upload(np.arange(self.at, self.at + R, dtype=np.int32))
         a, g, lat = self.f32(R, K), self.f32(R, K), self.act(R, K)
         partial = dev.zeros((2, 33 * ratio, K), "f32")
-        compress_pool(dev, lat, a, g, partial, self.f32(K), self.pos, R, ratio, c.rms_norm_eps)
-        compress_commit(dev, partial, a, g, self.pos, R)
-        n = -(-(self.at + R) // ratio)
-        compress_store(dev, self.layout.empty_compressed(dev, n), lat, self.pos, self.freq, R, ratio)
+        compress_pool(dev, lat, a, g, partial, self.f32(K), pos, R, ratio, c.rms_norm_eps)
+        compress_commit(dev, partial, a, g, pos, R)
+        n = (self.at + R) // ratio + 1
+        compress_store(dev, self.layout.empty_compressed(dev, n), lat, pos, self.freq, R, ratio)
         keys, I = self.layout.empty_keys(dev, n), c.index_head_dim  # noqa: E741 - the axis' letter
-        index_keys(dev, keys, self.f32(R, I), self.f32(I), self.pos, self.freq, R, ratio, c.rms_norm_eps)
+        index_keys(dev, keys, self.f32(R, I), self.f32(I), pos, self.freq, R, ratio, c.rms_norm_eps)
 
     def select(self) -> None:
         c, R, dev = self.c, self.R, self.dev

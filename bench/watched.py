@@ -1,4 +1,4 @@
-"""A device that writes down what each launch asked for: which row of the launch table, at which axes, what it counted.
+"""A device that writes down its launches: which row of the launch table, at which axes, what was counted.
 
 Works on any device; counted bytes exist on the CPU driver's count build only.
 """
@@ -43,7 +43,9 @@ class Seen:
         )
 
 
-def bound_axes(kernel: Kernel, args: tuple[Any, ...], axes: dict[str, int], constants: dict[str, int]) -> dict[str, int]:
+def bound_axes(
+    kernel: Kernel, args: tuple[Any, ...], axes: dict[str, int], constants: dict[str, int]
+) -> dict[str, int]:
     """All axes of a launch, as ds4.device.launch binds them."""
     bound = {name: constants[name] for name in kernel.constants} | axes
     for argument, value in zip(signature(kernel).arguments, args):

@@ -16,7 +16,8 @@
  * Arithmetic  f32. A dot is 8 fmaf a lane in rising columns, then xor-shuffle; slices are added in rising order; sums over
  *             streams and over Sinkhorn rows and columns run in rising index. A row's bits depend on nothing but the row.
  * Traffic     hyper_dots reads 4 M S D bytes of fn for every 8 rows and 4 R S D of x, writes 4 R P (M + 1); hyper_mix reads
- *             that back; collapse reads 8 R S D + 4 D (x twice), writes R D A; expand reads R (4 S D + A D), writes 4 R S D.
+ *             that back; collapse reads R (4 S D + 4 D) of x and w and pre once a warp, 128 R S, writes R D A; expand reads
+ *             R (4 S D + A D) and post and comb once a warp, 4 (S + S^2) R ceil(D / 32), writes 4 R S D.
  * Why so      fn is 2 MB at the released size and read twice a layer: it must be spread over all multiprocessors, so the
  *             dots are cut by columns and finished by one warp. The statistic over all streams comes with the dots.
  */

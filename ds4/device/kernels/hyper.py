@@ -45,7 +45,7 @@ def _collapse(dtype: str, n_bytes: int) -> Kernel:
         args=(f"y: {dtype}[R,D]", "x: f32[R,S,D]", "pre: f32[R,S]", "w: f32[D]", "width: i32", "eps: f32"),
         smem=lambda D: 4 * D,
         constants=("HC",),
-        traffic=lambda R, S, D: (R * (4 * S * D + 4 * S + 4 * D), R * n_bytes * D),
+        traffic=lambda R, S, D: (R * (4 * S * D + 8 * 4 * S + 4 * D), R * n_bytes * D),  # pre: each of 8 warps
         released=RELEASED,
         in_flight=256 * 4 * 4,
         reason=ONE_ROW,
@@ -60,7 +60,10 @@ def _expand(dtype: str, n_bytes: int) -> Kernel:
         block=256,
         args=("x: f32[R,S,D]", f"y: {dtype}[R,D]", "post: f32[R,S]", "comb: f32[R,S,S]", "width: i32"),
         constants=("HC",),
-        traffic=lambda R, S, D: (R * (4 * S * D + n_bytes * D), R * 4 * S * D),
+        traffic=lambda R, S, D: (
+            R * (4 * S * D + n_bytes * D + -(-D // 32) * 4 * (S + S * S)),  # post and comb: once a warp
+            R * 4 * S * D,
+        ),
         released=RELEASED,
         in_flight=256 * (4 * 4 + n_bytes),
         reason="a row has 5,120 columns: 20 blocks of one column a thread; it reads 90 KB, which L2 holds",

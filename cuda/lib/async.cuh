@@ -1,4 +1,5 @@
-/* async.cuh - cp.async: 16 bytes from global to shared memory, in groups of the calling thread.
+/* async.cuh - cp.async: 16 bytes from global to shared memory, in groups of the calling thread; and the two halves of
+ * a programmatic dependent launch.
  *
  * The fast host build copies at once. The check build lets the bytes land at the wait that covers their group and
  * poisons the destination until then; reading it earlier is reported.
@@ -44,3 +45,16 @@ template <int N>
 DEV void cp_async_wait() {}
 
 #endif
+
+/// The next kernel of the stream may start; it must not touch what this one writes before its grid_wait().
+DEV void grid_release() {
+#ifdef __CUDACC__
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+/// Wait until the kernels before this one have finished and their writes can be seen. Nothing when launched plainly.
+DEV void grid_wait() {
+#ifdef __CUDACC__
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -12,9 +12,15 @@ DEV float bf16_lo(u32 pair) { return __uint_as_float(pair << 16); }
 DEV float bf16_hi(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 DEV bf16 f32_to_bf16(float f) {
+#ifdef __CUDACC__
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+    return bf16{bits};
+#else
     const u32 u = __float_as_uint(f);
     const u32 rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
     return bf16{(u16)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded)};
+#endif
 }
 template <class A>
 DEV A from_f32(float v);
@@ -27,7 +33,15 @@ DEV bf16 from_f32<bf16>(float v) {
     return f32_to_bf16(v);
 }
 /// Two floats as a pair of bf16, the first in the low half.
-DEV u32 bf16_pair(float lo, float hi) { return (u32)f32_to_bf16(lo).v | (u32)f32_to_bf16(hi).v << 16; }
+DEV u32 bf16_pair(float lo, float hi) {
+#ifdef __CUDACC__
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(hi), "f"(lo));
+    return bits;
+#else
+    return (u32)f32_to_bf16(lo).v | (u32)f32_to_bf16(hi).v << 16;
+#endif
+}
 
 #ifdef __CUDACC__
 DEV float f16_bits_to_f32(u16 h) {
@@ -51,14 +65,19 @@ DEV float to_f32(f16 v) { return f16_bits_to_f32(v.v); }
 
 /// Eight bf16 of 16 bytes, in order.
 DEV void bf16x8_to_f32(uint4 v, float (&out)[8]) {
-    const u32 q[4] = {v.x, v.y, v.z, v.w};
 #ifdef __CUDACC__
+    const u32 q[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-#endif
     for (int i = 0; i < 4; i++) {
         out[2 * i] = bf16_lo(q[i]);
         out[2 * i + 1] = bf16_hi(q[i]);
     }
+#else  // as one vector: eight scalar stores read back as one would stall
+    typedef u16 H8 __attribute__((vector_size(16)));
+    typedef u32 U8 __attribute__((vector_size(32)));
+    const U8 bits = __builtin_convertvector(__builtin_bit_cast(H8, v), U8) << 16;
+    memcpy(out, &bits, sizeof out);
+#endif
 }
 
 #ifdef __CUDACC__

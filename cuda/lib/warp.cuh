@@ -59,6 +59,12 @@ DEV T warp_min(T v) {
     for (int o = 16; o; o >>= 1) v = min(v, __shfl_xor_sync(0xffffffffu, v, o));
     return v;
 }
+/// N sums at once, each as warp_sum's.
+template <int N>
+DEV void warp_sums(float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = warp_sum(v[i]);
+}
 /// Like warp_sum within each aligned group of `width` lanes (a power of two): butterfly width/2 .. 1.
 DEV float group_sum(float v, int width) {
     for (int o = width >> 1; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
@@ -233,6 +239,23 @@ DEV T warp_max(T v SITE) {
 template <class T>
 DEV T warp_min(T v SITE) {
     return simt::reduce(v, 32, "warp_min", loc, simt::Min{});
+}
+/// N sums at once, each as warp_sum's: one meeting instead of N.
+template <int N>
+DEV void warp_sums(float (&v)[N] SITE) {
+    static_assert(sizeof v <= sizeof(simt::Fragment), "at most ten");
+    simt::Fiber* c = simt_current;
+    simt::Warp* w = c->warp;
+    memcpy((void*)&w->frag[c->lane], v, sizeof v);
+    simt::meet(0xffffffffu, "warp_sums", loc, [](simt::Warp* q) {
+        for (int i = 0; i < N; i++) {
+            float a[32];
+            for (int l = 0; l < 32; l++) memcpy(&a[l], (const char*)&q->frag[l] + 4 * i, 4);
+            simt::butterfly(a, 32, simt::Add{});
+            for (int l = 0; l < 32; l++) memcpy((char*)&q->frag[l] + 4 * i, &a[l], 4);
+        }
+    });
+    memcpy(v, &w->frag[c->lane], sizeof v);
 }
 DEV float group_sum(float v, int width SITE) { return simt::reduce(v, width, "group_sum", loc, simt::Add{}); }
 DEV float group_max(float v, int width SITE) { return simt::reduce(v, width, "group_max", loc, simt::Max{}); }

@@ -97,6 +97,10 @@ Call::Call() : held(driver_lock()) { g_text[0] = 0; }
 
 const Profile& profile() { return *g_profile; }
 bool& initialised() { return g_initialised; }
+CUresult need_context() {
+    if (t_context && g_context_users > 0) return CUDA_SUCCESS;
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "no context is current in this thread: cuCtxSetCurrent comes first");
+}
 
 }  // namespace simt
 

@@ -31,6 +31,8 @@ struct Call {
 
 const Profile& profile();
 bool& initialised();
+/// Refuses where no context is current in the calling thread: each thread has its own, as in the real driver.
+CUresult need_context();
 
 // ---- memory.cpp
 

@@ -50,6 +50,7 @@ CU_ENTRY cuGraphInstantiateWithParams(Handle* out, Handle graph, void*) {
 }
 CU_ENTRY cuGraphLaunch(Handle h, Handle stream) {
     Call call;
+    if (CUresult r = need_context()) return r;
     if (CUresult r = check_stream(stream)) return r;
     Graph* g = executables().find(h);
     if (!g) return executables().unknown(h);

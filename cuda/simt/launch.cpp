@@ -119,6 +119,7 @@ CUresult run_launch(Launch& l) {
 using namespace simt;
 
 static CUresult launch(Handle f, dim3 grid, dim3 block, u32 smem, Handle stream, void** params, void** extra) {
+    if (CUresult r = need_context()) return r;
     if (CUresult r = check_stream(stream)) return r;
     Node n;
     n.kind = Node::kLaunch;

@@ -8,13 +8,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #include <algorithm>
+#include <deque>
 #include <set>
 #include "driver.h"
 
 namespace simt {
 namespace {
 
-constexpr u64 kMapFrom = 1 << 20, kSlack = 256, kAskFrom = 64 << 20;
+constexpr u64 kMapFrom = 1 << 20, kSlack = 256, kAskFrom = 64 << 20, kHoldBack = 64 << 20;
 
 std::map<u64, Allocation>& live() {
     static auto& m = *new std::map<u64, Allocation>;
@@ -32,6 +33,13 @@ std::set<u64>& host_owned() {
     static auto& s = *new std::set<u64>;
     return s;
 }
+// With poisoned memory (check builds) freed blocks are held back for a while: an address that is used after its free
+// must not have a new owner at once.
+std::deque<Allocation>& held_back() {
+    static auto& d = *new std::deque<Allocation>;
+    return d;
+}
+u64 g_held_bytes = 0;
 u32 g_next_id = 1;
 u64 g_free_generation = 0;
 bool g_poison = false;
@@ -48,6 +56,7 @@ u64 available_bytes() {
 }
 
 CUresult allocate(CUdeviceptr* out, u64 bytes) {
+    if (CUresult r = need_context()) return r;
     if (CUresult r = forbid_in_capture("an allocation")) return r;
     if (bytes == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
     if (bytes >= kAskFrom && bytes > available_bytes())
@@ -75,7 +84,15 @@ CUresult allocate(CUdeviceptr* out, u64 bytes) {
     return CUDA_SUCCESS;
 }
 
+void give_back(const Allocation& a) {
+    if (a.mapped)
+        munmap((void*)a.base, a.bytes + kSlack);
+    else
+        free((void*)a.base);
+}
+
 CUresult release(CUdeviceptr p) {
+    if (CUresult r = need_context()) return r;
     if (p == 0) return CUDA_SUCCESS;
     auto it = live().find(p);
     if (it == live().end()) {
@@ -85,10 +102,18 @@ CUresult release(CUdeviceptr p) {
         return refuse(CUDA_ERROR_INVALID_VALUE, "%#llx is not the start of an allocation", p);
     }
     freed()[p] = it->second;
-    if (it->second.mapped)
-        munmap((void*)p, it->second.bytes + kSlack);
-    else
-        free((void*)p);
+    if (g_poison) {
+        memset((void*)p, 0xff, it->second.bytes);
+        held_back().push_back(it->second);
+        g_held_bytes += it->second.bytes;
+    } else {
+        give_back(it->second);
+    }
+    while (g_held_bytes > kHoldBack || (!g_poison && g_held_bytes)) {
+        g_held_bytes -= held_back().front().bytes;
+        give_back(held_back().front());
+        held_back().pop_front();
+    }
     live().erase(it);
     something_went_away();
     return CUDA_SUCCESS;
@@ -101,6 +126,7 @@ CUresult need(const char* what, u64 address, u64 bytes) {
 }
 
 CUresult copy(Handle stream, bool synchronous, u64 to, bool to_host, u64 from, bool from_host, u64 bytes) {
+    if (CUresult r = need_context()) return r;
     if (synchronous)
         if (CUresult r = forbid_in_capture("a synchronous copy")) return r;
     if (bytes == 0) return check_stream(stream);
@@ -116,6 +142,7 @@ CUresult copy(Handle stream, bool synchronous, u64 to, bool to_host, u64 from, b
 }
 
 CUresult fill(Handle stream, bool synchronous, u64 to, u32 value, u32 width, u64 count) {
+    if (CUresult r = need_context()) return r;
     if (synchronous)
         if (CUresult r = forbid_in_capture("a synchronous fill")) return r;
     if (count == 0) return check_stream(stream);

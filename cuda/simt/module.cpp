@@ -30,6 +30,7 @@ void publish_driver() {
 }
 
 CUresult open_module(Handle* out, const std::string& path, std::map<std::string, u32> limits) {
+    if (CUresult r = need_context()) return r;
     if (CUresult r = forbid_in_capture("loading a module")) return r;
     publish_driver();
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

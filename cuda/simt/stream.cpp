@@ -96,6 +96,7 @@ void leave(const std::shared_ptr<Capture>& c) {
 }
 
 CUresult create_stream(Handle* out, unsigned flags, int priority) {
+    if (CUresult r = need_context()) return r;
     if (flags > 1) return refuse(CUDA_ERROR_INVALID_VALUE, "stream flags %u", flags);
     auto s = std::make_unique<Stream>();
     s->flags = flags, s->priority = std::clamp(priority, -5, 0);
@@ -229,6 +230,7 @@ CU_ENTRY cuStreamWaitEvent(Handle h, Handle event, unsigned) {
 
 CU_ENTRY cuEventCreate(Handle* out, unsigned flags) {
     Call call;
+    if (CUresult r = need_context()) return r;
     auto e = std::make_unique<Event>();
     e->flags = flags;
     *out = events().add(std::move(e));

@@ -203,6 +203,17 @@ extern "C" __global__ void counters(gptr<u32> total, gptr<int> high) {
 }
 EXPORT(counters)
 
+extern "C" __global__ void many_sums(gptr<float> out, gptr<const float> in) {
+    const int t = threadIdx.x;
+    float v[5];
+    for (int i = 0; i < 5; i++) v[i] = in[t] * (float)(i + 1);
+    grid_wait();
+    warp_sums(v);
+    grid_release();
+    for (int i = 0; i < 5; i++) out[256 * i + t] = v[i];
+}
+EXPORT(many_sums)
+
 /// stride: the lanes' distance in floats; what a warp request costs.
 extern "C" __global__ void strided(gptr<float> out, gptr<const float> in, int stride) {
     SMEM_DYN(float, s, 0);

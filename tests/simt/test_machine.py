@@ -70,6 +70,15 @@ def test_collectives(machine: Rig) -> None:
         machine.free(p)
 
 
+def test_many_sums_are_each_a_warp_sum(machine: Rig) -> None:
+    x = np.random.default_rng(5).standard_normal(256).astype(np.float32)
+    out, source = machine.alloc(5 * 1024), machine.upload(x)
+    machine.launch("many_sums", Pointer(out), Pointer(source))
+    found = machine.download(out, (5, 256), np.float32)
+    for i in range(5):
+        assert np.array_equal(found[i], butterfly(x * np.float32(i + 1), 32))
+
+
 def test_rms_norm_is_the_same_everywhere(machine: Rig, fast: Rig) -> None:
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((37, 300)).astype(np.float32), rng.standard_normal(300).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,28 @@ def test_cp_async_groups_land_one_by_one(check: Rig) -> None:
 def test_a_null_pointer_is_legal_until_it_is_used(greedy: Rig) -> None:
     found = refusal(greedy.launch, "copy_at", Pointer(greedy.alloc(64)), Pointer(0), 0, 0, block=(32, 1, 1))
     assert "parameter 2, which is null" in found.text
+
+
+def test_a_freed_address_has_no_new_owner_at_once(greedy: Rig) -> None:
+    gone = greedy.alloc(1024)
+    greedy.free(gone)
+    assert all(greedy.alloc(1024) != gone for _ in range(20))
+    with pytest.raises(Refused, match="1024 bytes, which was freed"):
+        greedy.launch("unwritten", Pointer(gone), smem=SHARED)
+
+
+def test_a_thread_without_a_context(greedy: Rig) -> None:
+    found: list[Refused] = []
+
+    def work() -> None:
+        for call, args in (("cuMemAlloc", (64,)), ("cuStreamCreate", (0,)), ("cuGraphLaunch", (0, 0))):
+            found.append(refusal(greedy.call, call, *args))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [f.code for f in found] == ["INVALID_CONTEXT"] * 3
+    assert "cuCtxSetCurrent comes first" in found[0].text
 
 
 def test_fresh_memory_is_nan(greedy: Rig) -> None:

@@ -103,7 +103,7 @@ DEV i64 part_at(i64 vector, int lane, int j) { return vector * HEAD_DIM + j * (H
 template <class A>
 DEV void finish16(gptr<A> out, i64 at, int c0, float (&o)[16], float denominator, float sum, i32 p,
                   gptr<const float> freq) {
-    const float inverse = sum > 0.0f ? 1.0f / denominator : 0.0f;  // no key at all: 0
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / denominator;  // no key at all: 0
 #pragma unroll
     for (int i = 0; i < 16; ++i) o[i] *= inverse;
     rope16(o, c0, HEAD_DIM, ROPE_DIM, p, freq, -1.0f);
@@ -227,7 +227,7 @@ DEV void attention_body(gptr<A> out, gptr<float> part, gptr<float> part_ml, gptr
             if (mine) finish16(out, at * HEAD_DIM + c0, c0, o[h], l + exp_f(sinks[head] - m), l, p, freq);
         } else {
             if (lane == 0) gst<float2>(part_ml, (at * n_splits + split) * 2, float2{m, l});
-            if (mine && l > 0.0f) {
+            if (mine && l != 0.0f) {  // without keys there is nothing to write; NaN is passed on
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     gst<float4>(part, part_at(at * n_splits + split, lane, j),
@@ -250,7 +250,7 @@ DEV void combine_body(gptr<A> out, gptr<const float> part, gptr<const float> par
     for (int i = 0; i < 16; ++i) o[i] = 0.0f;
     for (int s = 0; s < n_splits; ++s) {
         const float2 ml = gld<float2>(part_ml, (at * n_splits + s) * 2);
-        if (!(ml.y > 0.0f)) continue;  // a split without keys has no partial sum
+        if (ml.y == 0.0f) continue;  // a split without keys has no partial sum
         const float keep = exp_f(ml.x - m);
         sum = fmaf(ml.y, keep, sum);
 #pragma unroll

@@ -214,7 +214,7 @@ DEV void mma_body(gptr<bf16> out, gptr<const bf16> q, gptr<const u8> ring, gptr<
 
     if (lane < 4 && head0 + warp * 4 + lane < n_heads) {
         const float denominator = sum + exp_f(sinks[head0 + warp * 4 + lane] - top);
-        sm.factor[warp * 4 + lane] = sum > 0.0f ? 1.0f / denominator : 0.0f;  // no key at all: 0
+        sm.factor[warp * 4 + lane] = sum == 0.0f ? 0.0f : 1.0f / denominator;  // no key at all: 0
     }
     sync_block();
     constexpr int kStill = HEAD_DIM - ROPE_DIM;

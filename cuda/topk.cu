@@ -12,9 +12,10 @@
  * Arithmetic  none: values become unsigned integers in the order of the floats (-0 = +0, 0 = dropped), a radix
  *             select by four digits of eight bits finds the smallest kept value and how many of it to keep, and warps
  *             over contiguous segments write what is above it, or among the first of its equals.
- * Traffic     reads 4 lens bytes a pass: at most 4 passes, one to count, one to write (the first comes from memory, the
- *             rest mostly from the cache), writes 4 topk or 4 words a row.
- * Why so      sorting half a million scores to keep 512 would write them all. Counting in integers is order-free, so
+ * Traffic     reads 4 lens bytes a row (but for the forced block's) and writes 4 topk or 4 words; with more than 16,384
+ *             rows (or blocks) it reads them once a pass: at most 4, one to count, one to write.
+ * Why so      sorting half a million scores to keep 512 would write them all. What fits is kept in shared memory as
+ *             integers, so that every pass but the first is local. Counting in integers is order-free, so
  *             atomics cost no determinism. Segments per warp need no barrier between their steps; a digit whose
  *             rest is wanted whole ends the search early, which is the rule once values differ.
  */
@@ -29,6 +30,7 @@ struct SelectSmem {
 };
 
 constexpr u32 kMinusInf = 0x007fffffu;  // order(-inf)
+constexpr int kHeld = 16384;            // values that shared memory holds
 
 // floats to integers of the same order; 0: never selected
 DEV u32 order(float v) {
@@ -36,6 +38,21 @@ DEV u32 order(float v) {
     const u32 k = u & 0x80000000u ? ~u : u | 0x80000000u;
     return k <= kMinusInf ? 0u : k;
 }
+
+// Values of one row, kept in shared memory if there is room for all of them; else worked out again in every pass.
+template <class Source>
+struct Values {
+    Source source;
+    sptr<u32> held;
+    bool fits;
+    // The first `n` into shared memory; no barrier. All threads call.
+    DEV void hold(int n) {
+        fits = n <= kHeld;
+        if (fits)
+            for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = source(i);
+    }
+    DEV u32 operator()(int i) const { return fits ? (u32)held[i] : source(i); }
+};
 
 struct RowValue {
     gptr<const float> scores;
@@ -46,12 +63,19 @@ struct RowValue {
 struct BlockValue {
     gptr<const float> scores;
     i64 base;
-    int n_rows, block_size, forced;
+    int block_size, forced;
     DEV u32 operator()(int b) const {
         if (b == forced) return order(__uint_as_float(0x7f800000u));
         float best = __uint_as_float(0xff800000u);
-        const int end = min((b + 1) * block_size, n_rows);
-        for (int i = b * block_size; i < end; ++i) best = fmaxf(best, scores[base + i]);
+        const i64 at = base + (i64)b * block_size;
+        if (at % 4 == 0 && block_size % 4 == 0) {  // only the forced block can be short
+            for (int i = 0; i < block_size; i += 4) {
+                const float4 v = gld<float4>(scores, at + i);
+                best = fmaxf(best, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
+            }
+        } else {
+            for (int i = 0; i < block_size; ++i) best = fmaxf(best, scores[at + i]);
+        }
         return order(best);
     }
 };
@@ -59,11 +83,12 @@ struct BlockValue {
 // Finds `threshold` and `ties`: an entry is kept if it is above the threshold, or equal to it and among the first `ties` of
 // those. All threads call.
 template <int THREADS, class Value>
-DEV void find_threshold(SelectSmem<THREADS>& sm, const Value& value, int n, int keep, u32& threshold, u32& ties) {
+DEV void find_threshold(SelectSmem<THREADS>& sm, Value& value, int n, int keep, u32& threshold, u32& ties) {
     threshold = 0, ties = 0;
-    if (n <= keep) return;  // the same for the whole block
+    value.hold(n);
     for (int i = threadIdx.x; i < 4 * 256; i += THREADS) sm.hist[i] = 0u;
     sync_block();
+    if (n <= keep) return;  // the same for the whole block
     u32 prefix = 0, wanted = (u32)keep;
     for (int digit = 0; digit < 4; ++digit) {
         const int shift = 24 - 8 * digit;
@@ -139,7 +164,8 @@ DEV void rows_body(gptr<i32> picks, gptr<const float> scores, gptr<const i32> po
     const int n = min(((i32)pos[blockIdx.x] + 1) / ratio, capacity);
     const int lane = threadIdx.x % 32;
     const i64 out = (i64)blockIdx.x * topk;
-    const RowValue value{scores, (i64)blockIdx.x * capacity};
+    SMEM_DYN(u32, held, sizeof(SelectSmem<THREADS>));
+    Values<RowValue> value{{scores, (i64)blockIdx.x * capacity}, held, false};
     u32 threshold, ties;
     find_threshold<THREADS>(sm, value, n, topk, threshold, ties);
     int begin, end;
@@ -170,8 +196,9 @@ DEV void blocks_body(gptr<u32> mask, gptr<const float> scores, gptr<const i32> p
     const int n = (n_rows + block_size - 1) / block_size;
     const int lane = threadIdx.x % 32;
     const i64 out = (i64)blockIdx.x * words;
-    const BlockValue value{scores, (i64)blockIdx.x * capacity, n_rows, block_size,
-                           n_rows ? (n_rows - 1) / block_size : -1};
+    SMEM_DYN(u32, held, sizeof(SelectSmem<THREADS>));
+    Values<BlockValue> value{
+        {scores, (i64)blockIdx.x * capacity, block_size, n_rows ? (n_rows - 1) / block_size : -1}, held, false};
     u32 threshold, ties;
     find_threshold<THREADS>(sm, value, n, n_keep, threshold, ties);
     int begin, end;

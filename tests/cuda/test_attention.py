@@ -270,3 +270,12 @@ def test_traffic_is_what_the_headers_say(count_device: Device) -> None:
     run(count_device, c, "step", "fp4", "bf16")
     part = count_device.counters()["kernels"]["attention_rows_bf16_fp4"]["args"]["1"]["store"]
     assert part["bytes"] == part["sector_bytes"] == 4 * 3 * c.heads * c.K
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_is_passed_on(device: Device, family: str) -> None:
+    """A broken query must not become a row of zeros."""
+    c = Case(90, 1, K=64, rope=24, window=70, topk=70, n_comp=80, picked=3)
+    c.q[0, 2, 5] = np.nan
+    got = run(device, c, family, "fp4", "bf16")
+    assert np.isnan(got[0, 2]).all() and np.isfinite(got[0, [0, 1, 3, 4]]).all()

@@ -23,7 +23,7 @@ def rows(device: Device, kernel: Kernel, scores: list[np.ndarray], topk: int, ra
     for r, s in enumerate(scores):
         held[r, : len(s)] = s
     pos = device.upload(np.array([len(s) * ratio + ratio - 2 for s in scores], np.int32))  # not closing, if ratio > 1
-    picks = device.empty((len(scores), topk), "i32")
+    picks = device.upload(np.full((len(scores), topk), 7, np.int32))  # poison would be -1, the padding's own value
     device.launch(kernel, picks, device.upload(held), pos, ratio, capacity, topk, R=len(scores))
     return device.download(picks)
 
@@ -35,7 +35,7 @@ def blocks(device: Device, kernel: Kernel, scores: list[np.ndarray], size: int, 
     for r, s in enumerate(scores):
         held[r, : len(s)] = s
     pos = device.upload(np.array([len(s) - 1 for s in scores], np.int32))
-    mask = device.empty((len(scores), words), "u32")
+    mask = device.upload(np.full((len(scores), words), 0xA5A5A5A5, np.uint32))
     device.launch(kernel, mask, device.upload(held), pos, 1, capacity, size, keep, words, R=len(scores))
     bits = np.unpackbits(device.download(mask).view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in bits]

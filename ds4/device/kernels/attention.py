@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4.device.kernels import Kernel
-from ds4.device.kernels.kv import BYTES, CONSTANTS, ROW, comp_row_bytes, window_row_bytes
+from ds4.device.kernels.kv import BYTES, CONSTANTS, ROW
 
 STEP_SLOTS = 64  # key slots a block of the step family takes
 BLOCK_HEADS = 8  # heads a block
@@ -15,7 +15,8 @@ RELEASED = {
 
 
 def _key_bytes(window: int, topk: int, n: int, kv: str) -> int:
-    return window * window_row_bytes(n, kv) + topk * comp_row_bytes(n, kv)
+    """Bytes of a row's keys without padding."""
+    return (window + topk) * 4 * n if kv == "f32" else window * (n + n // 32) + topk * (n // 2 + n // 16)
 
 
 ATTENTION_ROWS: dict[tuple[str, str], Kernel] = {
@@ -33,9 +34,10 @@ ATTENTION_ROWS: dict[tuple[str, str], Kernel] = {
         ),
         smem=4 * 2 * 2 * 20,
         constants=CONSTANTS,
-        traffic=lambda R, n_heads, n_splits, window, topk, HEAD_DIM, a=a, kv=kv: (
+        traffic=lambda R, n_heads, n_splits, window, topk, HEAD_DIM, ROPE_DIM, a=a, kv=kv: (
             R * (n_splits * n_heads * HEAD_DIM * BYTES[a]
-                 + -(-n_heads // WARP_HEADS) * (_key_bytes(window, topk, HEAD_DIM, kv) + 4 * topk)),
+                 + -(-n_heads // WARP_HEADS) * (_key_bytes(window, topk, HEAD_DIM, kv) + 4 * topk + 12 * n_splits)
+                 + (n_heads * (4 + 2 * ROPE_DIM) if n_splits == 1 else 0)),
             R * n_heads * (n_splits * (4 * HEAD_DIM + 8) if n_splits > 1 else HEAD_DIM * BYTES[a]),
         ),
         released=RELEASED,
@@ -58,7 +60,7 @@ ATTENTION_COMBINE: dict[str, Kernel] = {
         ),
         constants=CONSTANTS,
         traffic=lambda R, n_heads, n_splits, HEAD_DIM, ROPE_DIM, a=a: (
-            R * n_heads * (n_splits * (4 * HEAD_DIM + 8) + 2 * ROPE_DIM + 8),
+            R * n_heads * (n_splits * (4 * HEAD_DIM + 12) + 2 * ROPE_DIM + 8),
             R * n_heads * HEAD_DIM * BYTES[a],
         ),
         released=RELEASED,
@@ -87,9 +89,12 @@ ATTENTION_MMA: dict[int, Kernel] = {
         ),
         smem=lambda HEAD_DIM, heads=heads: mma_smem(heads, HEAD_DIM),
         constants=CONSTANTS,
-        traffic=lambda R, n_heads, window, topk, HEAD_DIM, heads=heads: (
-            R * 2 * n_heads * HEAD_DIM
-            + R * -(-n_heads // heads) * (_key_bytes(window, topk, HEAD_DIM, "fp4") + 4 * topk),
+        traffic=lambda R, n_heads, window, topk, HEAD_DIM, ROPE_DIM, heads=heads: (
+            R * n_heads * (2 * HEAD_DIM + 4) + R * -(-n_heads // 16) * 4 * ROPE_DIM
+            + R * -(-n_heads // heads) * (
+                _key_bytes(window, topk, HEAD_DIM, "fp4") + topk * 4 * max(1, HEAD_DIM // 256)
+                + heads // 4 * (12 + 4 * topk + 4 * -(-topk // 32))
+            ),
             R * 2 * n_heads * HEAD_DIM,
         ),
         released={**RELEASED, "R": 512},

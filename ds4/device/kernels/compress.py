@@ -41,7 +41,7 @@ COMPRESS_COMMIT = Kernel(
     ),
     constants=CONSTANTS,
     traffic=lambda n_rows, slots, HEAD_DIM: (
-        min(n_rows, slots) * (8 * HEAD_DIM + 4),
+        min(n_rows, slots) * (8 * HEAD_DIM + 16),
         min(n_rows, slots) * 8 * HEAD_DIM,
     ),
     released={**RELEASED, "n_rows": 1, "slots": 66},

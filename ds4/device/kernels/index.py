@@ -51,7 +51,7 @@ INDEX_QUERY: dict[str, Kernel] = {
         ),
         constants=CONSTANTS,
         traffic=lambda n_rows, n_heads, INDEX_DIM, ROPE_DIM: (
-            n_rows * n_heads * (4 * INDEX_DIM + 4 + 2 * ROPE_DIM),
+            n_rows * n_heads * 4 * INDEX_DIM + -(-n_rows * n_heads * INDEX_DIM // 512) * (4 + 2 * ROPE_DIM),
             n_rows * n_heads * 4 * INDEX_DIM,
         ),
         released={**RELEASED, "n_rows": 1, "n_heads": 32},
@@ -77,7 +77,8 @@ INDEX_SCORES: dict[str, Kernel] = {
         constants=CONSTANTS,
         traffic=lambda n_rows, n_heads, capacity, rows_per_block, INDEX_DIM, kv=kv: (
             -(-n_rows // rows_per_block) * capacity * index_row_bytes(INDEX_DIM, kv)
-            + n_rows * -(-capacity // SCORE_KEYS) * 4 * n_heads * (INDEX_DIM + 1),
+            + -(-capacity // SCORE_KEYS)
+            * (n_rows * (4 * n_heads * (INDEX_DIM + 1) + 16) + -(-n_rows // rows_per_block) * 16),
             4 * n_rows * capacity,
         ),
         released={

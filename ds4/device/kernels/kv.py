@@ -60,7 +60,7 @@ WINDOW_COMMIT = Kernel(
     ),
     constants=CONSTANTS,
     traffic=lambda n_rows, ring_rows, row_bytes: (
-        min(n_rows, ring_rows) * (row_bytes + 4),
+        min(n_rows, ring_rows) * (row_bytes + 8),
         min(n_rows, ring_rows) * row_bytes,
     ),
     released={**RELEASED, "n_rows": 1, "ring_rows": 192, "row_bytes": 528},

@@ -14,11 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ds4.base.codebook import Assigner
 from ds4.base.experts import GAINS
 from ds4.base.inspect import plan_rows
 from ds4.base.plan import plan
 from ds4.base.quantize import quantize
 from ds4.checkpoint.reader import Checkpoint
+from ds4.device.driver import NVIDIA_NODES
 from ds4.engram.tables import EngramTables, derive_tables
 from ds4.errors import UsageError
 from ds4.model.config import ModelConfig
@@ -40,6 +42,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     p.add_argument("--gain", choices=GAINS, default="ls", help="the rule of the row gains (default ls)")
     p.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads; same bytes")
+    p.add_argument(
+        "--assign", choices=("auto", "blas", "gpu"), default="auto",
+        help="what assigns vectors to codewords: auto is the GPU where there is one (its bytes differ from BLAS')",
+    )  # fmt: skip
     p.add_argument("--force", action="store_true", help="replace BASE.gguf if it exists")
     p.add_argument("--plan", metavar="DIR|CONFIG", help="only list the tensors of the base; needs no weights")
     p.add_argument("--json", action="store_true", help="print the plan, or the report, as JSON")
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with _bar() as progress:
         report = quantize(
             args.path, args.out, tables_of(args.path), bits=bits, gain=args.gain, workers=args.workers,
-            progress=progress, overwrite=args.force,
+            progress=progress, assigner=_assigner(args.assign), overwrite=args.force,
         )  # fmt: skip
     if args.json:
         print(json.dumps(report))
@@ -81,6 +87,16 @@ def tables_of(folder: str | Path) -> EngramTables | None:
     if not config.engram_layer_ids:
         return None
     return derive_tables(config, Tokenizer.from_file(Path(folder) / "tokenizer.json", config))
+
+
+def _assigner(wanted: str) -> Assigner | None:
+    """None: BLAS. A GPU that is there but does not work is an error, not a slower run."""
+    if wanted == "blas" or (wanted == "auto" and not any(Path(node).exists() for node in NVIDIA_NODES)):
+        return None
+    from ds4.base.lloyd_gpu import GpuAssigner
+    from ds4.device import Device
+
+    return GpuAssigner(Device.open(driver="nvidia"))
 
 
 def _bits(text: str | None) -> int | list[int] | None:

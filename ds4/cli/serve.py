@@ -20,7 +20,7 @@ from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.request import Limits, Progress, ServedEngine
-from ds4.server.worker import Worker
+from ds4.server.worker import Worker, warm_up
 from ds4.settings import config_dirs, read_config
 
 # the flags that ds4.toml may set
@@ -85,9 +85,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
+    """The engine that the flags ask for, ready to answer."""
     from ds4.engine import Engine
 
-    return Engine.open(
+    engine = Engine.open(
         args.model,
         engram_dir=args.engram_dir,
         activations=args.activations,
@@ -99,6 +100,9 @@ def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
         mem_budget_mb=args.mem_budget_mb,
         progress=progress,
     )
+    log.info("warming up")
+    warm_up(engine)
+    return engine
 
 
 def run(argv: Sequence[str]) -> int:
@@ -120,11 +124,14 @@ def run(argv: Sequence[str]) -> int:
         server.should_exit = True
 
     # uvicorn sets its own handlers while it runs and raises the signal again after: these make that harmless
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"[{args.host}]" if ":" in args.host else args.host
     log.info("listening on http://%s:%d, loading %s", where, sock.getsockname()[1], args.model)
-    server.run(sockets=[sock])
+    try:
+        server.run(sockets=[sock])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if worker.error is not None:
         raise worker.error if isinstance(worker.error, Ds4Error) else Ds4Error(f"{args.model}: {worker.error}")
     log.info("stopped")

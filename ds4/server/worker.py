@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ds4.engine import Cancelled
+from ds4.engine import Cancelled, Sampling
 from ds4.errors import DeviceError, Ds4Error
 from ds4.server.errors import overloaded
 from ds4.server.outbox import Event, Failed, Finished, Outbox, Started
@@ -19,6 +19,7 @@ from ds4.server.request import Generation, Progress, ServedEngine
 from ds4.server.stream import TextStream
 
 log = logging.getLogger("ds4.server")
+WARM_TOKENS, WARM_DRAWS = 40, 4
 FAILING = 3  # device errors in a row after which the server calls itself unwell
 
 
@@ -28,6 +29,20 @@ class Job:
     def __init__(self, generation: Generation, outbox: Outbox) -> None:
         self.generation, self.outbox = generation, outbox
         self.cancelled = False
+
+
+def warm_up(engine: ServedEngine) -> None:
+    """Read a few tokens and draw a few: kernels are built and steps captured before the first request has to wait
+    for it, and a device that does not work is found out now.
+
+    Raises:
+        Ds4Error: it does not work.
+    """
+    session = engine.session()
+    most = engine.config.max_position_embeddings - WARM_DRAWS
+    session.sync([engine.config.bos_token_id] * max(1, min(WARM_TOKENS, most)), cancelled=lambda: False)
+    for _ in range(WARM_DRAWS):
+        session.next(Sampling(temperature=1.0, top_p=0.9))
 
 
 class _Stopped(Exception):

@@ -21,7 +21,7 @@ from ds4.model.tokenizer import CONTROL, NORMAL, Tokenizer
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import listen, make_server
-from ds4.server.request import Limits, Progress
+from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.worker import Worker
 
 ADDED = (names.BOS, names.EOS, names.PAD, names.SYSTEM, names.USER, names.ASSISTANT, names.THINK, names.END_THINK,
@@ -147,7 +147,7 @@ def serve(
     *,
     limits: Limits | None = None,
     api_key: str | None = None,
-    open_engine: Callable[[Progress], StandIn] | None = None,
+    open_engine: Callable[[Progress], ServedEngine] | None = None,
     wait: bool = True,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""

@@ -1,0 +1,149 @@
+"""ds4-server's command line: flags, ds4.toml, exit codes, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ds4.cli.serve import parse, run
+from ds4.errors import Ds4Error, FileFormatError, UsageError
+from ds4.server.listen import is_loopback, listen
+from tests.base.toys import toy_base, toy_dir
+
+
+@pytest.fixture(autouse=True)
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of whoever runs the tests do not count."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def test_defaults() -> None:
+    args = parse(["-m", "x.gguf"])
+    assert (args.host, args.port, args.api_key, args.queue) == ("127.0.0.1", 8000, None, 32)
+    assert (args.prefill, args.mem_budget_mb, args.engram_dir) == ("replay", None, None)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "ds4.toml").write_text(
+        'model = "a.gguf"\nport = 9000\nqueue = 5\nmem-budget-mb = 77\nno_graph = true\nprefill = "full"\n'
+    )
+    args = parse(["--dir", str(tmp_path), "--port", "9001"])
+    assert (args.model, args.port, args.queue, args.mem_budget_mb) == ("a.gguf", 9001, 5, 77)
+    assert args.no_graph and args.prefill == "full"
+    assert parse(["--dir", str(tmp_path), "-m", "b.gguf"]).model == "b.gguf"
+
+
+def test_the_users_file_is_the_second_place(tmp_path: Path) -> None:
+    home = tmp_path / "home" / ".config" / "ds4"
+    home.mkdir(parents=True)
+    (home / "ds4.toml").write_text('model = "home.gguf"\napi_key = "k"\nhost = "0.0.0.0"\n')
+    args = parse(["--dir", str(tmp_path)])
+    assert (args.model, args.api_key, args.host) == ("home.gguf", "k", "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", "192.168.1.5"], "--api-key"),
+        (["--host", "::"], "--api-key"),
+        (["--api-key", " "], "--api-key"),
+        (["--port", "65536"], "--port"),
+        (["--queue", "-1"], "--queue"),
+    ],
+)
+def test_wrong_flags_are_named(argv: list[str], names: str) -> None:
+    with pytest.raises(UsageError, match=names):
+        parse(["-m", "x.gguf", *argv])
+
+
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    for text, names in (("colour = 1", "colour"), ('port = "x"', "port"), ("port = ", "ds4.toml")):
+        (tmp_path / "ds4.toml").write_text('model = "a"\n' + text)
+        with pytest.raises(UsageError, match=names):
+            parse(["--dir", str(tmp_path)])
+    (tmp_path / "ds4.toml").write_text('model = "a"\nprefill = "sometimes"')
+    with pytest.raises(SystemExit) as e:  # the parser of the flags says so
+        parse(["--dir", str(tmp_path)])
+    assert e.value.code == 2
+
+
+def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        parse([])
+    assert e.value.code == 2 and "--model" in capsys.readouterr().err
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Ds4Error, match=f"port {port} on 127.0.0.1 is in use"):
+            run(["-m", "x.gguf", "--port", str(port)])
+    with pytest.raises(UsageError, match="--host"):
+        listen("no.such.host.invalid", 0)
+
+
+def launch(tmp_path: Path, *argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ds4.cli.serve", "--port", "0", *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DS4_DRIVER": os.environ.get("DS4_DRIVER", "simt")},
+    )
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\xff" * 40)
+    process = launch(tmp_path, "-m", str(tmp_path / "bad.gguf"))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert [line for line in said.splitlines() if line.startswith("error: ")] == [said.splitlines()[-1]]
+    assert "bad.gguf" in said.splitlines()[-1] and "Traceback" not in said
+
+
+def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole program, with SIGTERM as its end."""
+    monkeypatch.undo()  # the kernel cache lies in the home folder
+    base = toy_base("oracle-a", bits=6)
+    process = launch(tmp_path, "-m", str(base), "--engram-dir", str(toy_dir("oracle-a")), "--api-key", "k")
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        match = re.search(r"listening on http://127\.0\.0\.1:(\d+)", said)
+        assert match, said
+        url = f"http://127.0.0.1:{match[1]}"
+        for line in process.stderr:
+            if "is loaded" in line:
+                break
+        assert httpx.get(url + "/health", timeout=30).json()["status"] == "ok"
+        body = {"prompt": "hello", "max_tokens": 4}
+        assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 401
+        key = {"Authorization": "Bearer k"}
+        answer = httpx.post(url + "/v1/completions", json=body, headers=key, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] >= 2
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0, rest
+        assert rest.splitlines()[-1].endswith("stopped")
+    finally:
+        process.kill()
+    with socket.socket() as sock:
+        assert sock.connect_ex(("127.0.0.1", int(match[1]))) != 0
+
+
+def test_errors_of_the_run_are_what_the_worker_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileFormatError, match="nowhere"):
+        run(["-m", "/nowhere.gguf", "--port", "0"])

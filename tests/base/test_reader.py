@@ -12,7 +12,7 @@ import pytest
 
 from ds4.base import metadata
 from ds4.base.gguf import Container, Value, header_bytes, read_container
-from ds4.base.inspect import inspect_path, part_of, plan_rows
+from ds4.base.inspect import inspect_path, packed_bytes, part_of, plan_rows
 from ds4.base.plan import plan
 from ds4.base.reader import Base
 from ds4.base.types import BF16, F32, Q8_0, VQBLOB
@@ -466,9 +466,12 @@ def test_inspect() -> None:
     assert inspect_path(toy_dir("oracle-a"))["kind"] == "checkpoint"
 
 
-def test_every_published_tensor_has_a_part() -> None:
+def test_plan_rows_and_parts_of_the_published_model() -> None:
     planned = plan(ModelConfig.load(toy_dir("published")))
     assert all(part_of(t.name) != "other" for t in planned)
+    last = plan_rows(planned)[-1]
+    assert packed_bytes(planned) == 113_551_851_680 == last["offset"] + last["bytes"]  # 384 bytes: no padding
     assert plan_rows(planned)[0] == {
         "name": "token_embd.weight", "type": "q4_K", "type_id": 12, "dims": [5120, 129280], "bytes": 372_326_400,
+        "offset": 0,
     }  # fmt: skip

@@ -116,6 +116,11 @@ DEV void mma_body(gptr<bf16> out, gptr<const bf16> q, gptr<const u8> ring, gptr<
         }
     }
     float top = -1e30f, sum = 0.0f;  // lane i < 4 keeps those of head warp * 4 + i
+    const int n_mine = min(n_heads - head0 - warp * 4, 4);
+    for (int i = max(n_mine, 0); i < 4; ++i) {  // heads that do not exist: finite, never stored
+        sm.weights[(warp * 4 + i) * kWeight + lane] = from_f32<bf16>(0.0f);
+        if (lane == 0) sm.factor[warp * 4 + i] = 0.0f;
+    }
 
     const int empty = min(max(slots.lowest - slots.oldest, 0), window);
     for (int slot0 = empty / kKeys * kKeys; slot0 < slots.n_slots; slot0 += kKeys) {
@@ -167,24 +172,30 @@ DEV void mma_body(gptr<bf16> out, gptr<const bf16> q, gptr<const u8> ring, gptr<
         sync_block();
 
         const bool seen = slots.valid(slot0 + lane);
+        float weight[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+            weight[i] = 0.0f;
+            if (i >= n_mine) continue;  // the same for the warp
             const int head = warp * 4 + i, at = head * kPart + lane;
             constexpr int kQuarter = TILES * 16 * kPart;
             const float s =
                 ((sm.part[at] + sm.part[kQuarter + at]) + (sm.part[2 * kQuarter + at] + sm.part[3 * kQuarter + at])) *
                 scale;
             const float most = warp_max(lane == i ? fmaxf(top, seen ? s : -1e30f) : seen ? s : -1e30f);
-            const float weight = seen ? exp_f(s - most) : 0.0f;
-            const float total = warp_sum(weight);
-            sm.weights[head * kWeight + lane] = from_f32<bf16>(weight);
+            weight[i] = seen ? exp_f(s - most) : 0.0f;
+            sm.weights[head * kWeight + lane] = from_f32<bf16>(weight[i]);
             if (lane == i) {
                 const float keep = exp_f(top - most);
-                sum = sum * keep + total;
+                sum *= keep;
                 top = most;
                 sm.factor[head] = keep;
             }
         }
+        if (n_mine > 0) warp_sums(weight);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (lane == i) sum += weight[i];
         sync_block();
 
         const float keep_low = sm.factor[tile * 16 + g], keep_high = sm.factor[tile * 16 + g + 8];

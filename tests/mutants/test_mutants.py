@@ -11,7 +11,7 @@ import pytest
 
 from ds4.device.build import default_cuda_dir
 from tests.mutants.harness import Mutant, Outcome, Runner, complaint, mutate
-from tests.mutants.table import MUTANTS
+from tests.mutants.table import LONG, MUTANTS
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +39,20 @@ def outcomes(
         runner.close()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[m.name for m in MUTANTS])
+PARAMETERS = [pytest.param(m, id=m.name, marks=[pytest.mark.long] if m.name in LONG else []) for m in MUTANTS]
+
+
+@pytest.mark.parametrize("mutant", PARAMETERS)
 def test_is_caught_by_name(mutant: Mutant, outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes[mutant.name].result()
     assert complaint(mutant, outcome) is None, outcome.output[-3000:]
 
 
 def test_there_are_at_least_twenty_of_product_kernels() -> None:
-    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 20
+    names = {m.name for m in MUTANTS}
+    assert len(names) == len(MUTANTS) and LONG <= names and len(names - LONG) >= 20
     assert all((default_cuda_dir() / m.file).is_file() and not m.file.startswith("simt") for m in MUTANTS)
-    assert len({m.file for m in MUTANTS}) >= 6
+    assert len({m.file for m in MUTANTS if m.name not in LONG}) >= 12
 
 
 def test_every_line_is_where_the_table_says() -> None:

@@ -30,6 +30,7 @@ F64 = NDArray[np.float64]
 Gain = Literal["ls", "rms", "norm"]
 GAINS: tuple[Gain, ...] = ("ls", "rms", "norm")
 _F16_MAX = 65504.0
+MOST = 63.0  # of a normalised weight in the pool: a row of one spike among 4,096 zeros; keeps integer sums in range
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def layer_pool(checkpoint: Checkpoint, prefix: str, n_expert: int, shapes: Shape
             at += rows
             rms = row_rms(w)
             live = rms > 0
-            parts.append(divide_rows(w[live], rms[live]).reshape(-1, DIM))
+            parts.append(divide_rows(w[live], rms[live]).clip(-MOST, MOST).reshape(-1, DIM))
     return np.concatenate(parts)
 
 

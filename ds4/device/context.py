@@ -99,6 +99,7 @@ class Context:
         self.captured: dict[int, Allocation] = {}  # memory that the graph under capture uses
         self.captured_launches = 0
         self.modules: dict[object, Any] = {}
+        self.allowed_smem: dict[int, int] = {}  # function -> bytes of dynamic shared memory it may take
         self._dropped: list[tuple[int, int]] = []
         self._dropped_bytes = 0
         self._staged: list[Array] = []

@@ -195,7 +195,7 @@ class Launcher:
         base = ctypes.addressof(self._slots)
         self._pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
         self._parameters = ctypes.addressof(self._pointers)
-        self._largest_smem = 0
+        self._largest_smem = 48 * 1024  # more has to be asked for
         self._launch = context.driver.api.cuLaunchKernel
         self._compare(kinds)
 
@@ -290,8 +290,9 @@ class Launcher:
         return value.ptr
 
     def _allow(self, smem: int) -> None:
-        """Dynamic shared memory over 48 KB has to be asked for, once a function."""
-        if smem > 48 * 1024:
+        """Ask for more dynamic shared memory; the limit is the function's, whoever launches it, and only rises."""
+        allowed, key = self.context.allowed_smem, int(self.function)
+        if smem > allowed.get(key, 0):
             attribute = self.context.driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             try:
                 self.context.call("cuFuncSetAttribute", self.function, attribute, smem)
@@ -300,7 +301,8 @@ class Launcher:
                 raise DeviceError(
                     f"{self.kernel.name} asks for {smem} bytes of shared memory, a block may have {limit}: {e}"
                 ) from e
-        self._largest_smem = smem
+            allowed[key] = smem
+        self._largest_smem = allowed[key]
 
     def _unpackable(self, args: tuple[Any, ...]) -> DeviceError:
         for a, value in zip(self.signature.arguments, args):

@@ -42,6 +42,17 @@ def test_more_than_48_kb_of_shared_memory(dev: Device) -> None:
     assert np.array_equal(dev.download(y), x[::-1])
 
 
+def test_another_view_does_not_take_shared_memory_away(dev: Device) -> None:
+    """The limit belongs to the function, which two views of a device share."""
+    large, small = dev.with_constants({"A": 1}), dev.with_constants({"A": 2})
+    x = np.arange(20_000, dtype=np.float32)
+    y = dev.empty(20_000, "f32")
+    large.launch(REVERSE, y, dev.upload(x), 20_000)
+    small.launch(REVERSE, y, dev.upload(x), 13_000)
+    large.launch(REVERSE, y, dev.upload(x), 20_000)
+    assert np.array_equal(dev.download(y), x[::-1])
+
+
 def test_another_stream_after_an_event(dev: Device) -> None:
     x, y, z = dev.upload(np.ones(300, np.float32)), dev.empty(300, "f32"), dev.empty(300, "f32")
     side = dev.stream()

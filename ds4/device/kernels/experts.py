@@ -25,7 +25,8 @@ EXPERTS_PLAN = Kernel(
     block=256,
     args=("order: i32[P]", "items: i32[*]", "n_items: i32[1]", "picks: i32[P]", "P: i32", "E: i32", "cap: i32"),
     smem=lambda E: 12 * E,
-    released={"P": 48, "E": 384, "cap": 8},
+    traffic=lambda P, E, n_items: (2 * -(-E // 32) * 4 * P, 4 * P + 16 * n_items + 4),
+    released={"P": 48, "E": 384, "cap": 8, "n_items": 40},
     in_flight=256 * 4,
     reason="a counting sort of at most a few thousand numbers",
 )
@@ -44,6 +45,10 @@ VQ_PLACE = Kernel(
         "row_bytes: i32",
         "plane_bytes: i32",
         "octet_blocks: i32",
+    ),
+    traffic=lambda rows, n_codes, plane_bytes: (
+        rows * (2 * n_codes + plane_bytes),
+        rows // 8 * -(-n_codes // 32) * (384 + (32 if plane_bytes else 0)),
     ),
     released={"rows": 2304, "n_codes": 640, "row_bytes": 960, "plane_bytes": 0, "octet_blocks": 40},
     in_flight=256 * 16,
@@ -106,7 +111,7 @@ def _rows_traffic(
 def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
     suffix = f"{a}_{'one' if rows == 1 else 'rows'}"
     streams = ("codebook: u64[n_codes]", "codes: u32[*]", "plane: u8[*]?", "gains: f32[*]")
-    released = RELEASED | {"R": rows}
+    released = RELEASED | {"R": rows} | ({"n_items": 26} if rows > 1 else {})
     traffic = _one_traffic if rows == 1 else _rows_traffic
     up = Kernel(
         name=f"experts_gate_up_{suffix}",
@@ -142,7 +147,19 @@ for _a in ITEM:
     for _rows in STEP_THREADS:
         GATE_UP[_a, _rows], DOWN[_a, _rows] = _step(_a, _rows)
 
-_PREFILL = {"R": 2048, "k": 6, "F": 2304, "D": 5120, "n_codes": 4096, "blocks": 48}
+
+def _mma_traffic(
+    up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int
+) -> tuple[int, int]:
+    """Of full items (64 slots each) and whole tiles (F a multiple of 32, D of 64). A code costs its words twice."""
+    fixed = blocks * (8 * n_codes + 8 * 4)
+    cols, tiles = (D, F // 32) if up else (F, D // 64)
+    codes = 8 * (cols // 8 * 24 + (-(-cols // 256) * 128 if n_codes > 4096 else 0))
+    per_tile = codes + 8 * (12 + 32 + 512)
+    return fixed + tiles * (n_items * per_tile + R * k * cols * 2), R * k * (2 * F if up else 4 * D)
+
+
+_PREFILL = {"R": 2048, "k": 6, "F": 2304, "D": 5120, "n_codes": 4096, "blocks": 48, "n_items": 192}
 GATE_UP_MMA = Kernel(
     name="experts_gate_up_mma",
     source="experts_prefill.cu",
@@ -163,6 +180,7 @@ GATE_UP_MMA = Kernel(
         "limit: f32",
     ),
     smem=lambda n_codes: PREFILL_SMEM + 8 * n_codes,
+    traffic=functools.partial(_mma_traffic, True),
     released=_PREFILL,
     in_flight=64 * 64 * 2 + 64 * 12,
 )
@@ -186,6 +204,7 @@ DOWN_MMA = Kernel(
         "n_codes: i32",
     ),
     smem=lambda n_codes: PREFILL_SMEM + 8 * n_codes,
+    traffic=functools.partial(_mma_traffic, False),
     released=_PREFILL,
     in_flight=64 * 64 * 2 + 64 * 12,
 )

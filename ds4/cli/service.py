@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds4.cli.home import HOST, PORT, Home
+from ds4.cli.home import HOST, PORT, Home, key_of
 from ds4.cli.processes import boot_id, locked
 from ds4.cli.watchdog import CRASHED, GRACE_S, PAUSING, RUNNING, STOPPED, State
 from ds4.errors import Ds4Error
@@ -71,7 +71,7 @@ def label(home: Home) -> dict[str, Any]:
         "port": settings.get("port", PORT),
         "model": str(settings.get("model", "")),
         "environment": os.path.realpath(home.venv),
-        "settings": json.dumps({k: v for k, v in settings.items() if k != "api_key"}, sort_keys=True),
+        "settings": key_of([json.dumps(settings, sort_keys=True)]),
     }
 
 
@@ -158,7 +158,7 @@ def _stop(home: Home) -> bool:
             found = True
             server.end(GRACE_S)
     if found:
-        State(STOPPED, last.keeper, label=last.label, why="stopped as asked").save(home.var)
+        State(STOPPED, last.keeper, label=last.label, why="as asked").save(home.var)
     return found
 
 

@@ -112,7 +112,7 @@ class Watchdog:
             self._say(f"started, process {child.pid}")
             if not self._watch(child):
                 self._end(child)
-                return self._stop("stopped as asked")
+                return self._stop("as asked")
             why = _ending(child.returncode)
             self._say(why)
             if child.returncode == 0:
@@ -126,7 +126,7 @@ class Watchdog:
             self._note(PAUSING, server=None, crashes=crashes, why=why)
             self._say(f"crash {crashes} of {MAX_CRASHES}; next start in {pause:g} s")
             if self._pause(pause):
-                return self._stop("stopped as asked, between two starts")
+                return self._stop("as asked, between two starts")
 
     def _watch(self, child: subprocess.Popen[bytes]) -> bool:
         """Wait for the child; False when somebody asks for the end first."""
@@ -160,7 +160,7 @@ class Watchdog:
 
     def _stop(self, why: str) -> int:
         self._note(STOPPED, server=None, why=why)
-        self._say(why)
+        self._say(f"stopped: {why}")
         return 0
 
     def _give_up(self, why: str, crashes: int) -> int:

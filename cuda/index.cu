@@ -8,7 +8,7 @@
  *
  * Layout      k: f32 [R, INDEX_DIM]; q: f32 [R, Hi, INDEX_DIM]; w: f32 [R, Hi]; keys: index rows of kvrows.cuh, u8
  *             [C, row bytes] or f32 [C, INDEX_DIM]; scores: f32 [R, C], entries from lens on are not written; mask: u32
- *             [R, words], bit b % 32 of word b / 32 for block b. INDEX_DIM <= 512, a multiple of 32.
+ *             [R, words], bit b % 32 of word b / 32 for block b. INDEX_DIM <= 128 (a key is held in registers), a multiple of 32.
  * Launch      index_keys: grid ceil(R/4), block 128, a warp a row. index_query: block 128, a thread 16 channels.
  *             index_scores: grid (ceil(C/128), ceil(R/rows_per_block)), block 128: a thread owns one key and the block
  *             takes rows_per_block queries past it; blocks beyond the last row's lens leave at once. Shared memory:
@@ -26,7 +26,7 @@
 #include "common.cuh"
 #include "kvrows.cuh"
 
-static_assert(INDEX_DIM % 32 == 0 && INDEX_DIM <= 512 && ROPE_DIM % 2 == 0 && ROPE_DIM <= INDEX_DIM);
+static_assert(INDEX_DIM % 32 == 0 && INDEX_DIM <= 128 && ROPE_DIM % 2 == 0 && ROPE_DIM <= INDEX_DIM);
 
 constexpr int kThreads = 128;
 constexpr int kKeys = 128;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -153,6 +155,13 @@ def test_unknown_mode_is_refused() -> None:
     config = ModelConfig.load("tests/data/published/config.json")
     with pytest.raises(UsageError, match="'fp4'"):
         kv_layout(config, "fp8")
+
+
+def test_widths_that_no_kernel_takes_are_refused() -> None:
+    config = ModelConfig.load("tests/data/published/config.json")
+    for change in ({"head_dim": 48}, {"head_dim": 1024}, {"index_head_dim": 256}):
+        with pytest.raises(UsageError, match=next(iter(change))):
+            kv_layout(dataclasses.replace(config, qk_rope_head_dim=16, **change), "fp4")
 
 
 def test_buffers_of_a_layout(device: Device) -> None:

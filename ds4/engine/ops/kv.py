@@ -72,9 +72,9 @@ def kv_layout(config: ModelConfig, kv: str) -> KvLayout:
     """
     if kv not in ("fp4", "f32"):
         raise UsageError(f"kv is {kv!r}; it can be 'fp4' (packed, as stored) or 'f32'")
-    for name, n in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
-        if n % 32 or not 32 <= n <= 512:
-            raise UsageError(f"{name} is {n}; the caches hold rows of 32 to 512 channels, a multiple of 32")
+    for name, n, most in (("head_dim", config.head_dim, 512), ("index_head_dim", config.index_head_dim, 128)):
+        if n % 32 or not 32 <= n <= most:
+            raise UsageError(f"{name} is {n}; the kernels take 32 to {most} channels, a multiple of 32")
     return KvLayout(kv, config.head_dim, config.index_head_dim)
 
 

@@ -3,7 +3,8 @@
  * Eight rows of one matrix (an octet) by 256 columns (32 codes of 8 weights) are a block of 384 bytes, three lines:
  * word i of lane l is u32 32 i + l. The lane's three words are the 12-bit codes of rows 0..7 at its own column group,
  * one after the other: row i in bits 12 i .. 12 i + 11. A 13th bit, where the codebook has 8,192 codewords, is bit i
- * of byte l of the octet's 32-byte plane block. So a warp reads whole lines (whole sectors of the plane), a lane needs
+ * of byte 4 (l % 8) + l / 8 of the octet's 32-byte plane block: column group l of four consecutive prefill tiles in one
+ * word. So a warp reads whole lines (whole sectors of the plane), a lane needs
  * no neighbour's bits, and its eight activations serve eight rows. Blocks of an octet follow each other, NB =
  * ceil(cols / 256) of them; then, in the gate-up stream, the same octet of the other matrix; then the next octet:
  *   gate-up   u32 [E, F/8, 2, NB, 96], u8 [E, F/8, 2, NB, 32], f32 gains [E, F/8, 2, 8]
@@ -14,6 +15,8 @@
 #include "rows.cuh"
 
 constexpr int kBlockWords = 96;
+
+DEV int plane_byte(int lane) { return (lane & 7) * 4 + lane / 8; }
 
 /// What a lane holds of one block of M matrices.
 template <int M>
@@ -30,7 +33,7 @@ DEV void load_codes(Codes<M>& c, gptr<const u32> codes, gptr<const u8> plane, i6
         const i64 at = first + (i64)m * n_blocks + b;
 #pragma unroll
         for (int i = 0; i < 3; i++) c.w[m][i] = gld_nc<u32>(codes, at * kBlockWords + i * 32 + lane);
-        c.high[m] = plane == nullptr ? 0u : (u32)gld_nc<u8>(plane, at * 32 + lane);
+        c.high[m] = plane == nullptr ? 0u : (u32)gld_nc<u8>(plane, at * 32 + plane_byte(lane));
     }
 }
 

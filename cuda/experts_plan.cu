@@ -11,7 +11,8 @@
  *             blocks apart. g, u, h, y, shared: A [R, F] or [R, D]; y_slots: f32 [R, k, D].
  * Launch      experts_plan: one block of 256, 12 E bytes of shared memory. Others: a thread an element.
  * Arithmetic  f32; one rounding to A. Integers otherwise: nothing depends on the order of threads.
- * Traffic     experts_plan: 8 P ceil(E / 256) read. moe_sum: reads R (k + 1) D, writes R D.
+ * Traffic     experts_plan: picks twice a warp of experts. vq_place: two bytes a code and the plane, writes the blocks.
+ *             swiglu: reads 2 R F, writes R F. moe_sum: reads R k D of f32 and R D of A, writes R D.
  * Why so      a few thousand picks sort faster by counting in one block than by any launch more.
  */
 #include "common.cuh"
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
             items[(item + i) * 4 + 3] = 0;
         }
         int found = 0;
-        for (int p = 0; found < n; p++) {
+        for (int p = 0; p < P; p++) {
             if (picks[p] == e) order[at + found++] = p;
         }
     }
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256)
     out[to * kBlockWords + lane] = (u32)low;
     out[to * kBlockWords + 32 + lane] = (u32)(low >> 32);
     out[to * kBlockWords + 64 + lane] = top;
-    if (plane_bytes) out_plane[to * 32 + lane] = (u8)high;
+    if (plane_bytes) out_plane[to * 32 + plane_byte(lane)] = (u8)high;
 }
 EXPORT(vq_place)
 

@@ -9,8 +9,10 @@
  *             of 8. f32 activations take experts_step's *_rows kernels instead, with items of up to 8 slots.
  * Arithmetic  codewords and activations are exact in bf16. A slice of 16 columns is one mma from zero, added in f32,
  *             slices in rising order; then the gain. A slot's bits depend on nothing but the slot.
- * Traffic     reads, for every item, all codes (1.5 bytes each, 1.625 with the plane) twice from the cache and once
- *             from memory, the codebook once a block, activations once a tile; writes h, y.
+ * Traffic     for every item: each 12 bytes of three words twice (1.5 bytes a weight of a code, then the cache's),
+ *             the plane four times; activations once a tile of 64 rows of codes; per tile and warp 12 bytes
+ *             of the item, 32 of order, 512 in the epilogue (gains, order, weights); the codebook once a block. Writes
+ *             h, y.
  * Why so      rows are sorted by expert so that an expert's bits are decoded once for up to 64 of them. The block
  *             keeps the codebook while it walks from tile to tile; the next tile's words travel during the products.
  */
@@ -43,8 +45,9 @@ DEV void tile_product(float (&acc)[4][4], Smem& sm, sptr<u64> book, gptr<const u
         const int d = tile * kK + o * 8;
         for (int i = 0; i < 2; i++) {
             const int at = ((tile & 1) * kM + t / 8 + i * 32) * kPitch + o * 8;
-            if (t / 8 + i * 32 >= (count + 15) / 16 * 16) break;  // rows that no warp multiplies
-            if (d < width) {
+            const int m = t / 8 + i * 32;
+            if (m >= (count + 15) / 16 * 16) break;  // rows that no warp multiplies
+            if (d < width && m < count) {
                 cp_async16(sm.x, at, x, row[i] * width + d);
             } else {
                 sst<uint4>(sm.x, at, make_uint4(0, 0, 0, 0));
@@ -59,14 +62,14 @@ DEV void tile_product(float (&acc)[4][4], Smem& sm, sptr<u64> book, gptr<const u
         const i64 at = first + column / 32;
         a = gld_nc<u32>(codes, at * kBlockWords + word * 32 + column % 32);
         if (bit > 8) b = gld_nc<u32>(codes, at * kBlockWords + word * 32 + 32 + column % 32);
-        if (plane != nullptr) high = gld_nc<u8>(plane, at * 32 + column % 32);
+        if (plane != nullptr && tile % 4 == 0) high = gld_nc<u32>(plane, at * 32 + o * 4);  // for four tiles
     };
     auto store_w = [&](int tile) {
         const bool some = live && (tile * 8 + o) * 8 < width;
         u32 both = a >> bit;
         if (bit > 8) both |= b << (32 - bit);
         for (int i = 0; i < 2; i++) {
-            const u32 code = (both >> 12 * i & 4095u) | (high >> (2 * pair + i) & 1u) << 12;
+            const u32 code = (both >> 12 * i & 4095u) | (high >> (tile % 4 * 8 + 2 * pair + i) & 1u) << 12;
             float w[8] = {};
             if (some) e4m3x8_to_f32(book[code], w);
             const uint4 packed = make_uint4(bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3]), bf16_pair(w[4], w[5]),

@@ -13,7 +13,16 @@ import pytest
 
 from ds4.device import Device
 from ds4.device.kernels import Kernel
-from ds4.device.kernels.experts import DOWN, GATE_UP, STEP_THREADS, code_bytes
+from ds4.device.kernels.experts import (
+    DOWN,
+    DOWN_MMA,
+    EXPERTS_PLAN,
+    GATE_UP,
+    GATE_UP_MMA,
+    STEP_THREADS,
+    VQ_PLACE,
+    code_bytes,
+)
 from ds4.device.kernels.linear import EMBED, FORMATS, PREFILL, ROWS, STEP, split_of
 from ds4.engine.ops.embed import embed
 from ds4.engine.ops.experts import experts, place_experts, step_blocks
@@ -129,6 +138,39 @@ def test_experts_for_several_rows(count_device: Device, kind: str) -> None:
         found = counted(count_device, row)
         check_formula(found, row, R=R, k=k, F=F, D=D, n_codes=nc, blocks=blocks, n_items=4)
         check_efficient(found, "codes", "gains", "plane")
+
+
+@pytest.mark.parametrize("nc", [4096, 8192])
+def test_experts_prefill(count_device: Device, nc: int) -> None:
+    """Two full items; each code's words are asked for twice, by the sector."""
+    E, F, D, R, k = 3, 64, 320, 64, 2
+    ew = place_experts(count_device, random_blob(E, F, D, nc), E, F, D, 10.0)
+    x = count_device.upload(bf16_bits(np.ones((R, D), np.float32)), "bf16")
+    picks = count_device.upload(np.array([[2, 0]] * R, np.int32))
+    weights = count_device.upload(np.ones((R, k), np.float32))
+    y = count_device.empty((R, k, D), "f32")
+    experts(count_device, Workspace(count_device), "prefill", ew, y, x, picks, weights, R)
+    most = min(R * k, E + R * k // 64)
+    for row, tiles in ((GATE_UP_MMA, F // 32), (DOWN_MMA, D // 64)):
+        found = counted(count_device, row)
+        blocks = min(most * tiles, count_device.info.n_sm)
+        check_formula(found, row, R=R, k=k, F=F, D=D, n_codes=nc, blocks=blocks, n_items=2)
+        check_efficient(
+            found, "codes", "codebook", "x" if row is GATE_UP_MMA else "h", *(["plane"] if nc > 4096 else [])
+        )
+    found = counted(count_device, EXPERTS_PLAN)
+    check_formula(found, EXPERTS_PLAN, P=R * k, E=E, n_items=2)
+
+
+@pytest.mark.parametrize("n, plane", [(24, 0), (64, 8), (37, 5)])
+def test_placement(count_device: Device, n: int, plane: int) -> None:
+    main = count_device.zeros((16, -(-n * 12 // 8)), "u8")
+    high = count_device.zeros((16, plane), "u8") if plane else None
+    blocks = 2 * -(-n // 32)
+    out, out_plane = count_device.empty((blocks * 96,), "u32"), count_device.empty((blocks * 32,), "u8")
+    bits = out_plane if plane else None
+    count_device.launch(VQ_PLACE, out, bits, main, high, 16, n, main.shape[1], plane, -(-n // 32))
+    check_formula(counted(count_device, VQ_PLACE), VQ_PLACE, rows=16, n_codes=n, plane_bytes=plane)
 
 
 @pytest.mark.parametrize("nc, blocks", [(4096, 48), (8192, 32)])

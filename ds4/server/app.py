@@ -106,10 +106,10 @@ class Routes:
 
     async def _generate(self, request: Request, read: Reader, *, chat: bool) -> Response:
         engine = self._worker.served()
-        fields = parse_object(await read_body(request, self._limits))
+        body = await read_body(request, self._limits)
         self._worker.check_room()
-        # a long prompt takes a while to tokenize: not on the loop that serves everybody
-        generation = await asyncio.to_thread(read, fields, engine, self._limits)
+        # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
+        generation = await asyncio.to_thread(lambda: read(parse_object(body), engine, self._limits))
         job = Job(generation, Outbox(self._limits.outbox_chars))
         answer = Answer(chat, engine.name, generation)
         self._worker.submit(job)

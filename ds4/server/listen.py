@@ -8,12 +8,14 @@ import ipaddress
 import socket
 from typing import cast
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ds4.errors import Ds4Error, UsageError
 from ds4.server.edge import Connections
+from ds4.server.errors import HttpError, error_body, json_bytes
 from ds4.server.request import Limits
 
 
@@ -54,17 +56,36 @@ def make_server(app: ASGIApp, connections: Connections, limits: Limits) -> uvico
     """uvicorn with its own logging off; `connections` is kept up to date."""
 
     class Protocol(H11Protocol):
-        """HTTP/1.1 whose connections can be cut from outside."""
+        """HTTP/1.1 whose connections can be cut, from outside and when no request comes."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if self.client is not None:
                 connections[self.client] = transport
+            self._patience = self.loop.call_later(limits.body_s, self._cut_if_silent)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            self._patience.cancel()
             if self.client is not None:
                 connections.pop(self.client, None)
             super().connection_lost(exc)
+
+        def _cut_if_silent(self) -> None:
+            if self.scope is None:
+                self.transport.abort()
+
+        def send_400_response(self, msg: str) -> None:
+            """What is no HTTP gets the same shape of error as everything else."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                body = json_bytes(error_body(HttpError(400, msg, "invalid_http")))
+                headers = [("content-type", "application/json"), ("connection", "close")]
+                for event in (
+                    h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                    h11.Data(data=body),
+                    h11.EndOfMessage(),
+                ):
+                    self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
     config = uvicorn.Config(
         app,

@@ -77,7 +77,7 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, path
                         line.end(event.reason, event.tokens)
                         return json_response(answer.whole({k: "".join(v) for k, v in texts.items()}, event))
                     elif isinstance(event, Failed):
-                        line.end(f"failed: {event.error}")
+                        line.end(f"failed: {failure(event.error)}")
                         raise failure(event.error)
         except Gone:
             line.end("client left")
@@ -111,7 +111,7 @@ class EventStream(Response):
                 await body.write(PING)
             for event in events:
                 if isinstance(event, Failed) and not body.opened:
-                    self._line.end(f"failed: {event.error}")
+                    self._line.end(f"failed: {failure(event.error)}")
                     raise failure(event.error)
                 await body.write(self._encoded(event))
                 if isinstance(event, (Finished, Failed)):
@@ -126,7 +126,7 @@ class EventStream(Response):
         if isinstance(event, Finished):
             self._line.end(event.reason, event.tokens)
             return b"".join(map(sse, self._answer.last(event))) + DONE
-        self._line.end(f"failed: {event.error}")
+        self._line.end(f"failed: {failure(event.error)}")
         return sse(error_body(failure(event.error))) + DONE
 
 

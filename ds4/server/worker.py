@@ -190,13 +190,11 @@ class Worker:
             self._device_errors = 0
         except Cancelled:
             end = Failed(overloaded("the server is stopping", "shutting_down", 5) if self._stopping else Cancelled())
-        except DeviceError as e:
-            self._device_errors += 1
-            log.error("device: %s", e)
-            end = Failed(e)
         except Exception as e:
+            self._device_errors += isinstance(e, DeviceError)
             if not isinstance(e, Ds4Error):
                 log.exception("a request failed")
+            e.__traceback__ = None  # it holds the session, and with it device memory
             end = Failed(e)
         job.outbox.put(end)
 

@@ -17,7 +17,7 @@ from ds4.server.errors import status_of
 from ds4.server.fields import Fields
 from ds4.server.openai import read_chat, read_completion
 from ds4.server.request import Limits
-from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve
+from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = Limits(body_bytes=20_000)
@@ -166,6 +166,24 @@ def test_a_body_that_never_comes() -> None:
         sock.close()
 
 
+def test_what_is_no_http(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+        sock.sendall(b"hello\r\n\r\n")
+        answer = b""
+        while piece := sock.recv(4096):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"invalid_http" in body
+
+
+def test_a_request_that_never_begins() -> None:
+    with serve(StandIn(), limits=Limits(body_s=0.05)) as server:
+        for first in (b"", b"GET /hea"):
+            with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+                sock.sendall(first)
+                assert sock.recv(100) == b""
+
+
 def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
     with serve(StandIn(ids_of("ok"))) as server:
         names = [
@@ -198,6 +216,7 @@ def test_failures_of_the_device() -> None:
     with serve(engine) as server:
         for stream in (True, False):
             assert "fire" in check(server.chat(stream=stream), 500, None, "internal_error")
+        until(lambda: len(engine.sessions) == 0)
         assert server.get("/health").status_code == 200
         server.chat()
         unwell = server.get("/health")

@@ -118,7 +118,10 @@ class Device:
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Buffer:
         """Memory as the driver gives it; under the check build every byte is 0xFF, which is NaN in a float type."""
-        return self._allocate(shape, dtype)  # the CPU driver poisons: see Mode.poison
+        made = self._allocate(shape, dtype)
+        if self.mode.poison and self.variant == "gpu" and made.nbytes:  # the CPU driver does it by itself
+            self._fill(made, 0xFF)
+        return made
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Buffer:
         """Memory of zero bytes."""

@@ -89,10 +89,12 @@ def tiny_sources(where: Path) -> Path:
     (where / "common.cuh").write_text('#pragma once\n#include "lib/add.cuh"\n')
     (where / "lib" / "add.cuh").write_text("inline int add(int a, int b) { return a + b; }\n")
     (where / "k.cu").write_text('#include "common.cuh"\nextern "C" int k(int a) { return add(a, WIDTH); }\n')
+    (where / "g.cu").write_text('extern "C" __global__ void g(int* p) { p[0] = 1; }\n')
     return where
 
 
 UNIT = Unit("k.cu", defines_of({"WIDTH": 3}))
+KERNEL_UNIT = Unit("g.cu")
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
@@ -135,6 +137,19 @@ def test_the_key_covers_everything_that_changes_the_binary(tmp_path: Path) -> No
     seen.add(Builder(sources, cache).host(UNIT, "fast"))
     assert len(seen) == 4
     assert Builder(sources, cache).host(UNIT, "fast") in seen
+
+
+def test_a_damaged_binary_is_built_again_before_it_is_loaded(tmp_path: Path) -> None:
+    sources = tiny_sources(tmp_path / "cuda")
+    path = Builder(sources, tmp_path / "c").host(UNIT, "fast")
+    good = path.read_bytes()
+    path.write_bytes(good[:-100] + bytes(100))
+    again = Builder(sources, tmp_path / "c").host(UNIT, "fast")
+    assert again == path and again.read_bytes() == good
+    cubin, _ = Builder(sources, tmp_path / "c").gpu(KERNEL_UNIT, "sm_121")
+    entry = next((tmp_path / "c" / "gpu").iterdir())
+    (entry / "module.cubin").write_bytes(cubin[:-1] + b"x")
+    assert Builder(sources, tmp_path / "c").gpu(KERNEL_UNIT, "sm_121")[0] == cubin
 
 
 def test_a_compile_error_shows_the_compilers_words(tmp_path: Path) -> None:

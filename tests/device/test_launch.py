@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,36 @@ def test_another_stream_after_an_event(dev: Device) -> None:
     dev.launch(SCALE, z, y, 300, 3.0, stream=side)
     dev.main_stream.wait(dev.event().record(side))
     assert np.array_equal(dev.download(z), np.full(300, 9, np.float32))
+
+
+def test_another_thread_may_take_the_device(dev: Device) -> None:
+    """A server opens the device in one thread and serves from another; the context follows."""
+    x = dev.upload(np.ones(300, np.float32))
+    with ThreadPoolExecutor(1) as pool:
+
+        def work() -> float:
+            y = dev.empty(300, "f32")
+            dev.launch(SCALE, y, x, 300, 3.0)
+            with dev.capture() as graph:
+                dev.launch(SCALE, y, y, 300, 2.0)
+            graph.replay()
+            return float(dev.download(y).sum())
+
+        assert pool.submit(work).result() == 1800.0
+    assert float(dev.download(x).sum()) == 300.0
+
+
+def test_workers_move_no_bit(device: Device) -> None:
+    if device.info.driver != "simt":
+        pytest.skip("threads of the CPU driver")
+    x = np.random.default_rng(2).standard_normal(50_000, np.float32)
+    found = []
+    for workers in (1, 2, 3):
+        dev = Device.open(simt="fast", workers=workers).with_constants({"WIDTH": 5})
+        y = dev.empty(50_000, "f32")
+        dev.launch(SCALE, y, dev.upload(x), 50_000, 1.1)
+        found.append(dev.download(y))
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
 def refused(dev: Device, says: str, kernel: Kernel, *args: Any, **axes: Any) -> None:

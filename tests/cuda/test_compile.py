@@ -35,7 +35,7 @@ Logs = Callable[[Unit, str], str]
 
 @pytest.fixture(scope="module")
 def log_of(request: pytest.FixtureRequest) -> Iterator[Logs]:
-    """The compiler's log of a unit for one architecture; what the selected tests need is compiled ahead, in parallel."""
+    """The log of a unit for one architecture. What the selected tests need is compiled ahead, in parallel."""
     settings = device_settings()
     builder = Builder(settings.cuda_dir or default_cuda_dir(), settings.cache, settings.cxx)
     seconds = request.config.stash[COMPILES]

@@ -7,7 +7,7 @@ made from the whole matrix. Experts are whole, six of them, each picked once: wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,15 +130,17 @@ def some_experts(fast: Device, config: ModelConfig, bits: int, F: int | None = N
     return place_experts(fast, _Blob(bits, F, D), config.num_experts_per_tok, F, D, config.swiglu_limit)
 
 
-def expert_steps(dev: Watched, config: ModelConfig, weights: ExpertWeights, R: int) -> list[Seen]:
-    """The routed experts of one layer for R rows, all of them with the same picks."""
+def expert_launches(dev: Watched, config: ModelConfig, weights: ExpertWeights, family: str, R: int) -> list[Seen]:
+    """The routed experts of one layer for R rows, all of them with the same picks: as many items as picks for up to
+    eight rows in a step, 64 in a prefill.
+    """
     k, D = config.num_experts_per_tok, config.hidden_size
     picks = dev.upload(np.tile(np.arange(k, dtype=np.int32), (R, 1)))
     factors = dev.upload(np.ones((R, k), np.float32))
     x, y = dev.zeros((R, D), "bf16"), dev.empty((R, k, D), "f32")
     start = len(dev.log.seen)
-    experts(dev, Workspace(dev), "step", weights, y, x, picks, factors, R)
-    return dev.log.seen[start:]
+    experts(dev, Workspace(dev), family, weights, y, x, picks, factors, R)
+    return [replace(seen, axes=seen.axes | {"n_items": k}) for seen in dev.log.seen[start:]]
 
 
 class Rest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds4.device import Buffer, Device, Kernel
-from ds4.device.launch import evaluate, signature
+from ds4.device.launch import evaluate, required_parameters, signature
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,10 @@ class Seen:
 
     @property
     def formula(self) -> tuple[int, int] | None:
-        """(bytes read, bytes written) by the row's `traffic`; None without one."""
-        if self.kernel.traffic is None:
+        """(bytes read, bytes written) by the row's `traffic`; None without one, or without an axis that it asks for
+        and only the data tells.
+        """
+        if self.kernel.traffic is None or not required_parameters(self.kernel.traffic) <= self.axes.keys():
             return None
         read, written = evaluate(self.kernel, "traffic", self.axes)
         return int(read), int(written)

@@ -1,0 +1,55 @@
+"""The benches run and end with their JSON line. No time is judged here; bench/ and docs/performance.md do that."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.base.toys import toy_base, toy_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *args: str) -> tuple[int, dict, str]:
+    """Exit code, the last line as JSON, everything printed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS4_SIMT_WORKERS": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / script), *args], capture_output=True, text=True, env=env, timeout=600
+    )
+    assert ran.stdout.strip(), ran.stderr
+    return ran.returncode, json.loads(ran.stdout.strip().splitlines()[-1]), ran.stdout + ran.stderr
+
+
+@pytest.fixture
+def base() -> list[str]:
+    return ["-m", str(toy_base("oracle-a")), "--engram-dir", str(toy_dir("oracle-a"))]
+
+
+def test_tokens(base: list[str]) -> None:
+    code, out, text = run("tokens.py", *base, "--frontiers", "5,9", "--tokens", "2", "--runs", "1", "--profile")
+    assert code == 0, text
+    assert [p["context"] for p in out["frontiers"]] == [5, 9]
+    for point in out["frontiers"]:
+        for what in ("prefill", "decode", "decode_direct"):
+            assert 0 < point[what]["least"] <= point[what]["median"] <= point[what]["most"]
+    assert out["launches"] == sum(line["launches"] for line in out["profile"]) or len(out["profile"]) == 12
+    # a token reads all of its weights, and what kernels read twice comes on top
+    assert 0 < out["weight_bytes"] < out["counted_bytes"]
+
+
+def test_tokens_says_what_is_wrong(base: list[str]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "bench" / "tokens.py"), *base, "--frontiers", "5", "--tokens", "99999999"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert ran.returncode == 1 and "do not fit a context" in ran.stderr
+
+
+@pytest.mark.skipif(os.environ.get("DS4_DRIVER") == "nvidia", reason="only the CPU driver counts")
+def test_traffic_reaches_hold() -> None:
+    """Streams and formulas at the released shapes, on slices; bench/traffic.py without --quick takes larger ones."""
+    code, out, text = run("traffic.py", "--quick")
+    assert code == 0 and out["missed"] == 0, text
+    assert out["exact"] >= 40 and out["least_useful"] >= 0.95

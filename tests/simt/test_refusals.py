@@ -299,3 +299,21 @@ def test_destroyed_and_foreign_handles(greedy: Rig) -> None:
     assert "a destroyed event" in refusal(greedy.call, "cuEventRecord", event, 0).text
     assert "no stream of this driver" in refusal(greedy.call, "cuStreamSynchronize", 0x1234560).text
     assert "no event of this driver" in refusal(greedy.call, "cuEventSynchronize", 0x1234560).text
+
+
+# -- faults where several threads run blocks, and in the fast build
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fault_among_many_blocks(workers: int) -> None:
+    r = rig("fast", "greedy", workers).use()
+    p = Pointer(r.alloc(1024))
+    for _ in range(20):
+        found = refusal(r.launch, "skip_barrier", p, grid=(64, 1, 1))
+        assert "skip_barrier: divergent barrier in block" in found.text
+        x = np.arange(256 * 8, dtype=np.float32)
+        out, source = r.alloc(x.nbytes), r.upload(x)
+        r.launch("spread", Pointer(out), Pointer(source), grid=(8, 1, 1))
+        assert np.array_equal(r.download(out, x.size, np.float32), x + 1)
+        r.free(out)
+        r.free(source)

@@ -1,5 +1,6 @@
 """Bases of the toy checkpoints, made once a process and shared by the tests of every room."""
 
+import atexit
 import json
 import shutil
 import tempfile
@@ -14,6 +15,13 @@ from ds4.checkpoint.writer import write_safetensors
 from ds4.model.config import ModelConfig
 
 DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def process_folder(prefix: str) -> Path:
+    """A temporary folder that goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 class ReferenceTables:
@@ -33,7 +41,7 @@ def tables(name: str) -> HashTables:
 @cache
 def toy_base(name: str, bits: int | None = None) -> Path:
     """The base of `oracle-a`, `-b` or `-e`; open it with engram_dir = toy_dir(name)."""
-    folder = Path(tempfile.mkdtemp(prefix="ds4-toy-"))
+    folder = process_folder("ds4-toy-")
     out = folder / f"{name}.gguf"
     quantize(toy_dir(name), out, tables(name), bits=bits)
     return out
@@ -56,7 +64,7 @@ class OneTable:
 @cache
 def small_checkpoint() -> tuple[Path, HashTables]:
     """Two layers of oracle-a with one engram table, without draft stages and vision: for tests that run it often."""
-    folder = Path(tempfile.mkdtemp(prefix="ds4-small-"))
+    folder = process_folder("ds4-small-")
     raw = json.loads((toy_dir("oracle-a") / "config.json").read_text())
     del raw["vision_config"]
     text = {k: v for k, v in raw["text_config"].items() if not k.startswith("dspark_")}

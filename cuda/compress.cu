@@ -27,6 +27,10 @@ static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 512 && ROPE_DIM % 2 == 0 && ROPE
 
 constexpr int kThreads = 128;
 
+struct StageSmem {
+    sarr<float, kThreads / 32 * stage_floats(HEAD_DIM)> weights;
+};
+
 template <class A>
 DEV float round_to(float x) {
     return to_f32(from_f32<A>(x));
@@ -85,7 +89,10 @@ DEV void pool_body(gptr<A> lat, gptr<const float> a, gptr<const float> g, gptr<c
     const i32 p = row < n_rows ? (i32)pos[row] : 0;
     const bool closes = (p + 1) % ratio == 0;
 
-    float v[16];
+    SMEM(StageSmem, sm);
+    float v[16], weight[16];
+    if (row < n_rows && closes)  // the same for the warp
+        warp_load16(weight, sm.weights + threadIdx.x / 32 * stage_floats(HEAD_DIM), norm_w, HEAD_DIM);
     float sum_sq = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = 0.0f;
@@ -97,8 +104,6 @@ DEV void pool_body(gptr<A> lat, gptr<const float> a, gptr<const float> g, gptr<c
     }
     const float scale = 1.0f / sqrtf(warp_sum(sum_sq) / (float)HEAD_DIM + eps);
     if (mine && closes) {
-        float weight[16];
-        load16(weight, norm_w, c0);
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] = v[i] * scale * weight[i];
     }

@@ -29,6 +29,10 @@
 static_assert(INDEX_DIM % 32 == 0 && INDEX_DIM <= 128 && ROPE_DIM % 2 == 0 && ROPE_DIM <= INDEX_DIM);
 
 constexpr int kThreads = 128;
+
+struct StageSmem {
+    sarr<float, kThreads / 32 * stage_floats(INDEX_DIM)> weights;
+};
 constexpr int kKeys = 128;
 
 DEV void store_key(gptr<float> keys, i64 j, int c0, const float (&v)[16], float, bool mine) {
@@ -56,7 +60,10 @@ DEV void keys_body(gptr<Row> keys, gptr<const float> k, gptr<const float> w, gpt
     const i32 p = row < n_rows ? (i32)pos[row] : 0;
     const bool mine = row < n_rows && c0 < INDEX_DIM && (p + 1) % ratio == 0;
 
-    float v[16];
+    SMEM(StageSmem, sm);
+    float v[16], weight[16];
+    if (row < n_rows && (p + 1) % ratio == 0)  // the same for the warp
+        warp_load16(weight, sm.weights + threadIdx.x / 32 * stage_floats(INDEX_DIM), w, INDEX_DIM);
     float sum_sq = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = 0.0f;
@@ -65,8 +72,6 @@ DEV void keys_body(gptr<Row> keys, gptr<const float> k, gptr<const float> w, gpt
     for (int i = 0; i < 16; ++i) sum_sq = fmaf(v[i], v[i], sum_sq);
     const float scale = 1.0f / sqrtf(warp_sum(sum_sq) / (float)INDEX_DIM + eps);
     if (mine) {
-        float weight[16];
-        load16(weight, w, c0);
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] = v[i] * scale * weight[i];
         rope16(v, c0, INDEX_DIM, ROPE_DIM, p - ratio + 1, freq, 1.0f);

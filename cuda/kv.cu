@@ -10,6 +10,7 @@
  *             a row's bits depend on the row and its position alone.
  * Traffic     window_kv reads R HEAD sizeof(A) + 4 HEAD + 4 R + 2 ROPE, writes R row bytes less padding;
  *             window_commit reads and writes min(R, ring_rows) rows of B bytes, and reads their 4-byte positions.
+ *             The norm weights pass through shared memory, so that a warp asks for whole lines.
  * Why so      one launch where four would do: a row is 1 KB, so the time is the launch's. The ring is written after
  *             attention has read it (the chunk is read from its own buffer), so a chunk may be longer than the ring.
  */
@@ -19,6 +20,10 @@
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 512 && ROPE_DIM % 2 == 0 && ROPE_DIM <= HEAD_DIM);
 
 constexpr int kThreads = 128;
+
+struct StageSmem {
+    sarr<float, kThreads / 32 * stage_floats(HEAD_DIM)> weights;
+};
 
 DEV void store_window(gptr<float> chunk, int row, int c0, const float (&v)[16], float, bool mine) {
     if (mine) store16(chunk, (i64)row * HEAD_DIM + c0, v);
@@ -42,7 +47,10 @@ DEV void window_kv_body(gptr<Row> chunk, gptr<const A> x, gptr<const float> w, g
     const int c0 = threadIdx.x % 32 * kLaneCh;
     const bool mine = row < n_rows && c0 < HEAD_DIM;
 
-    float v[16];
+    SMEM(StageSmem, sm);
+    float v[16], weight[16];
+    if (row < n_rows)  // the same for the warp
+        warp_load16(weight, sm.weights + threadIdx.x / 32 * stage_floats(HEAD_DIM), w, HEAD_DIM);
     float sum_sq = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = 0.0f;
@@ -51,8 +59,6 @@ DEV void window_kv_body(gptr<Row> chunk, gptr<const A> x, gptr<const float> w, g
     for (int i = 0; i < 16; ++i) sum_sq = fmaf(v[i], v[i], sum_sq);
     const float scale = 1.0f / sqrtf(warp_sum(sum_sq) / (float)HEAD_DIM + eps);
     if (mine) {
-        float weight[16];
-        load16(weight, w, c0);
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] = v[i] * scale * weight[i];
         rope16(v, c0, HEAD_DIM, ROPE_DIM, pos[row], freq, 1.0f);

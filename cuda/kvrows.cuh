@@ -38,6 +38,22 @@ DEV void load16(float (&v)[16], gptr<const bf16> p, i64 i) {
     }
 }
 
+// A vector of n floats that a warp reads whole, in whole lines, into its lanes' 16 channels each; stage_floats(n)
+// of shared memory a warp, four spare ones after sixteen against bank conflicts. All lanes call.
+DEV constexpr int stage_floats(int n) { return n / 16 * 20; }
+
+DEV void warp_load16(float (&v)[16], sptr<float> stage, gptr<const float> p, int n) {
+    const int lane = threadIdx.x % 32;
+    for (int i = lane * 4; i < n; i += 128) sst<float4>(stage, i + i / 16 * 4, gld<float4>(p, i));
+    sync_warp();
+    if (lane * kLaneCh >= n) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float4 f = sld<float4>(stage, lane * 20 + 4 * j);
+        v[4 * j] = f.x, v[4 * j + 1] = f.y, v[4 * j + 2] = f.z, v[4 * j + 3] = f.w;
+    }
+}
+
 DEV void store16(gptr<float> p, i64 i, const float (&v)[16]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) gst<float4>(p, i + 4 * j, float4{v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]});

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4.device.kernels import Kernel
-from ds4.device.kernels.kv import BYTES, CONSTANTS, KV_ROWS, RELEASED, ROW, comp_row_bytes
+from ds4.device.kernels.kv import BYTES, CONSTANTS, KV_ROWS, RELEASED, ROW, comp_row_bytes, stage_bytes
 
 ONE_ROW = "a group is a few KB and closes once in `ratio` tokens: one warp a row, and the launch is the cost"
 
@@ -18,6 +18,7 @@ COMPRESS_POOL: dict[str, Kernel] = {
             "partial: f32[2,slots,HEAD_DIM]?", "norm_w: f32[HEAD_DIM]", "pos: i32[n_rows]", "n_rows: i32",
             "ratio: i32", "slots: i32", "eps: f32",
         ),
+        smem=lambda HEAD_DIM: stage_bytes(HEAD_DIM),
         constants=CONSTANTS,
         traffic=lambda n_rows, ratio, HEAD_DIM, a=a: (
             n_rows * 4 + n_rows // ratio * HEAD_DIM * ((12 * ratio if ratio > 1 else 4) + 4),

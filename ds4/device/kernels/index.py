@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4.device.kernels import Kernel
-from ds4.device.kernels.kv import KV_ROWS, ROW, index_row_bytes
+from ds4.device.kernels.kv import KV_ROWS, ROW, index_row_bytes, stage_bytes
 
 SCORE_KEYS = 128  # keys a block, one a thread
 QUERY_CHANNELS = 128 * 16  # channels a block of index_query
@@ -27,6 +27,7 @@ INDEX_KEYS: dict[str, Kernel] = {
             f"keys: {ROW[kv]}[C,B]", "k: f32[n_rows,INDEX_DIM]", "w: f32[INDEX_DIM]", "pos: i32[n_rows]",
             "freq: f32[ROPE_DIM//2]", "n_rows: i32", "ratio: i32", "eps: f32",
         ),
+        smem=lambda INDEX_DIM: stage_bytes(INDEX_DIM),
         constants=CONSTANTS,
         traffic=lambda n_rows, ratio, INDEX_DIM, ROPE_DIM, kv=kv: (
             n_rows * 4 + n_rows // ratio * (8 * INDEX_DIM + 2 * ROPE_DIM),

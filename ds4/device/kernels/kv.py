@@ -26,6 +26,11 @@ def index_row_bytes(n: int, kv: str) -> int:
     return 4 * n if kv == "f32" else (n // 2 + n // 32 + 3) // 4 * 4
 
 
+def stage_bytes(n: int) -> int:
+    """Shared memory of a block's norm weights: n floats a warp, four spare ones after sixteen."""
+    return KV_ROWS * 4 * (n // 16 * 20)
+
+
 WINDOW_KV: dict[tuple[str, str], Kernel] = {
     (a, kv): Kernel(
         name=f"window_kv_{a}_{kv}",
@@ -36,6 +41,7 @@ WINDOW_KV: dict[tuple[str, str], Kernel] = {
             f"chunk: {ROW[kv]}[n_rows,B]", f"x: {a}[n_rows,HEAD_DIM]", "w: f32[HEAD_DIM]", "pos: i32[n_rows]",
             "freq: f32[ROPE_DIM//2]", "n_rows: i32", "eps: f32",
         ),
+        smem=lambda HEAD_DIM: stage_bytes(HEAD_DIM),
         constants=CONSTANTS,
         traffic=lambda n_rows, HEAD_DIM, ROPE_DIM, a=a, kv=kv: (
             n_rows * (HEAD_DIM * (BYTES[a] + 4) + 4 + 2 * ROPE_DIM),

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ds4.base.codebook import Assigner
 from ds4.base.experts import GAINS
-from ds4.base.inspect import plan_rows
-from ds4.base.plan import plan
+from ds4.base.inspect import packed_bytes, plan_rows
+from ds4.base.plan import PlannedTensor, plan
 from ds4.base.quantize import quantize
 from ds4.checkpoint.reader import Checkpoint
 from ds4.device.driver import NVIDIA_NODES
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is not None:
         if args.path is not None or args.out is not None:
             raise UsageError("--plan takes the checkpoint or its config.json itself: leave DIR and -o out")
-        return _print_plan(plan_rows(plan(ModelConfig.load(args.plan), bits)), args.json)
+        return _print_plan(plan(ModelConfig.load(args.plan), bits), args.json)
     if args.path is None or args.out is None:
         raise UsageError("give a checkpoint folder and -o BASE.gguf, or --plan DIR")
     if args.workers < 1:
@@ -109,7 +108,8 @@ def _bits(text: str | None) -> int | list[int] | None:
     return values[0] if len(values) == 1 else values
 
 
-def _print_plan(rows: list[dict[str, Any]], as_json: bool) -> int:
+def _print_plan(planned: list[PlannedTensor], as_json: bool) -> int:
+    rows = plan_rows(planned)
     if as_json:
         print(json.dumps(rows))
         return 0
@@ -117,7 +117,7 @@ def _print_plan(rows: list[dict[str, Any]], as_json: bool) -> int:
     for row in rows:
         table.add_row(row["name"], row["type"], "x".join(map(str, row["dims"])), f"{row['bytes']:,}")
     Console().print(table)
-    print(f"{len(rows)} tensors, {sum(row['bytes'] for row in rows):,} bytes")
+    print(f"{len(rows)} tensors, {packed_bytes(planned):,} bytes as packed in the file")
     return 0
 
 

@@ -1,0 +1,131 @@
+"""The commands as a person or a program uses them: output, JSON, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds4.cli.main import run
+from tests.engine.conftest import DATA, bases  # noqa: F401 - the fixture
+
+PUBLISHED = DATA / "published"
+
+
+def ok(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert run([str(a) for a in argv]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *argv: object) -> str:
+    assert run([str(a) for a in argv]) == code
+    got = capsys.readouterr()
+    assert got.err.startswith("error: ") and "Traceback" not in got.err
+    return got.err
+
+
+@pytest.fixture
+def model(bases: Callable[[str], Path]) -> list[object]:  # noqa: F811
+    return ["-m", bases("oracle-a"), "--engram-dir", DATA / "oracle-a"]
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(3, 27))
+    return path
+
+
+def test_plan_is_the_published_inventory(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(ok(capsys, "quantize", "--plan", PUBLISHED / "config.json", "--json"))
+    lines = (PUBLISHED / "base-tensors.tsv").read_text().splitlines()
+    got = [f"{r['name']}\t{r['type_id']}\t{'x'.join(map(str, r['dims']))}" for r in rows]
+    assert got == lines
+    assert "113,551,851,680 bytes" in ok(capsys, "quantize", "--plan", PUBLISHED)
+
+
+def test_preflight_lists_everything_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "complete" in ok(capsys, "preflight", DATA / "oracle-a")
+    (tmp_path / "config.json").write_bytes((DATA / "oracle-a" / "config.json").read_bytes())
+    assert run(["preflight", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and found["problems"]
+
+
+def test_inspect_and_verify(capsys: pytest.CaptureFixture[str], model: list[object]) -> None:
+    base = model[1]
+    found = json.loads(ok(capsys, "inspect", base, "--json"))
+    assert found["kind"] == "base" and found["config"]["hidden_size"] == 64 and found["parts"]["experts"] > 0
+    assert "sizes by part" in ok(capsys, "inspect", DATA / "oracle-a")
+    assert "sound, sha256" in ok(capsys, "verify", base, "--engram-dir", DATA / "oracle-a")
+    broken = Path(str(base)).with_name("broken.gguf")
+    broken.write_bytes(Path(str(base)).read_bytes()[:-1000])
+    assert "broken.gguf" in refused(capsys, 1, "verify", broken, "--engram-dir", DATA / "oracle-a")
+
+
+def test_generate_answers_as_promised(capsys: pytest.CaptureFixture[str], model: list[object], ids: Path) -> None:
+    argv = [*model, "--ids", ids, "-n", 5, "--temp", 0, "--json"]
+    first, again = json.loads(ok(capsys, *argv)), json.loads(ok(capsys, "generate", *argv))
+    assert set(first) == {"prompt_ids", "ids", "text", "finish_reason", "stats"}
+    assert first["prompt_ids"] == list(range(3, 27)) and first["finish_reason"] in ("length", "stop")
+    assert first["ids"] == again["ids"] and len(first["ids"]) == 5
+    spoken = ok(capsys, *model, "-p", "hello", "-n", 3, "--temp", 0)
+    assert spoken.endswith("\n")
+
+
+def test_a_typed_control_token_stays_text(capsys: pytest.CaptureFixture[str], model: list[object]) -> None:
+    out = json.loads(ok(capsys, *model, "-p", "<|noise|>", "-n", 0, "--json"))
+    assert len(out["prompt_ids"]) > 2 and out["ids"] == []
+
+
+def test_score_and_teacher_meet(
+    capsys: pytest.CaptureFixture[str], model: list[object], ids: Path, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a.npz", tmp_path / "b.npz"
+    parity = ["--activations", "f32", "--kv", "f32", "--split", 20, "--streams", "--json"]
+    said = json.loads(ok(capsys, "score", *model, "--ids", ids, "-o", a, *parity))
+    assert said["arrays"]["streams_LTSD"] == [8, 24, 4, 64]
+    ok(capsys, "teacher", *model[1:], "--ids", ids, "-o", b, "--decode-from", 20, "--streams")
+    with np.load(a) as x, np.load(b) as y:
+        assert set(x.files) == set(y.files) == {"logits_TV", "streams_LTSD", "hash_rows_TGN"}
+        assert np.linalg.norm(x["logits_TV"] - y["logits_TV"]) <= 1e-4 * np.linalg.norm(y["logits_TV"])
+    assert run(["diff", str(a), str(b), "--tolerance", "1e-3"]) == 0
+    assert run(["diff", str(a), str(b)]) == 1
+
+
+def test_bad_use_is_one_line_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], model: list[object], ids: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.npz"
+    far = tmp_path / "far.npy"
+    np.save(far, np.array([1, 2, 320]))
+    text = tmp_path / "text.npy"
+    text.write_text("no array")
+    assert "320" in refused(capsys, 2, "score", *model, "--ids", far, "-o", out)
+    assert "text.npy" in refused(capsys, 1, "score", *model, "--ids", text, "-o", out)
+    assert "--split" in refused(capsys, 2, "score", *model, "--ids", ids, "-o", out, "--split", 99)
+    assert "replay" in refused(
+        capsys, 2, "score", *model, "--ids", ids, "-o", out, "--streams", "--prefill", "replay"
+    )
+    assert "no such folder" in refused(capsys, 2, "score", *model, "--ids", ids, "-o", tmp_path / "no" / "x.npz")
+    assert "empty" in refused(capsys, 2, *model, "-p", "", "-n", 1)
+    assert "surrogate" in refused(capsys, 2, *model, "-p", "a\ud800", "-n", 1).lower()
+    assert "temperature" in refused(capsys, 2, *model, "-p", "x", "--temp", -1)
+    assert "nowhere.gguf" in refused(capsys, 1, "-m", "nowhere.gguf", "-p", "x")
+    assert "engram" in refused(capsys, 1, "-m", model[1], "--engram-dir", tmp_path, "-p", "x").lower()
+    assert "budget" in refused(capsys, 1, *model, "-p", "x", "--mem-budget-mb", 0)
+    assert "exists" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", model[1])
+    assert "--bits" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", tmp_path / "b.gguf", "--bits", "x")
+    refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", tmp_path / "b.gguf", "--bits", "99")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["far.npy", "ids.npy", "text.npy"]
+
+
+@pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["-m", "x"], ["score", "-m", "x"], []])
+def test_unknown_use_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(argv)
+    assert stopped.value.code == 2
+    capsys.readouterr()

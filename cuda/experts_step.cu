@@ -72,10 +72,13 @@ DEV void dot_octet(float (&sum)[M][MAX], sptr<u64> book, gptr<const u32> codes, 
 #pragma unroll
         for (int r = 0; r < MAX; r++) {
             if (r >= count) break;
+            float v[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = acc[m][i][r];
+            warp_sums(v);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const float s = warp_sum(acc[m][i][r]);
-                if (lane == i) sum[m][r] = s;
+                if (lane == i) sum[m][r] = v[i];
             }
         }
     }

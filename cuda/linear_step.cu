@@ -35,8 +35,7 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
 #pragma unroll
         for (int i = 0; i < PAIR; i++) load_chunk<F>(now[i], codes, scales, min(n0 + i, N - 1), K, first, lane);
     }
-    int c = first;
-    for (; c < n_chunks; c += step) {
+    for (int c = first; c < n_chunks; c += step) {
         if (c + step < n_chunks) {
 #pragma unroll
             for (int i = 0; i < PAIR; i++)
@@ -64,9 +63,9 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
 #pragma unroll
         for (int i = 0; i < PAIR; i++) now[i] = next[i];
     }
-    // the tail's passes go on where the chunks stopped: the warp whose turn it is takes the next
-    for (int k0 = n_chunks * C; k0 < K; k0 += 256, c += step) {
-        if (step > 1 && (n_chunks + (k0 - n_chunks * C) / 256) % step != first) continue;
+    int turn = n_chunks;  // the tail's passes go on where the chunks stopped
+    for (int k0 = n_chunks * C; k0 < K; k0 += 256, turn++) {
+        if (step > 1 && turn % step != first) continue;
         const int n_lanes = min(32, (K - k0) / 8);
         if (lane >= n_lanes) continue;
         float w[PAIR][8];
@@ -84,12 +83,21 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
             for (int i = 0; i < PAIR; i++) fma8(acc[i][r], w[i], v);
         }
     }
+    constexpr int kAtOnce = MAX < 4 ? MAX : 4;
 #pragma unroll
-    for (int i = 0; i < PAIR; i++) {
+    for (int r0 = 0; r0 < MAX; r0 += kAtOnce) {
+        if (r0 >= R) break;
+        float v[kAtOnce * PAIR];
 #pragma unroll
-        for (int r = 0; r < MAX; r++) {
-            if (r >= R) break;
-            sum[i][r] = warp_sum(sum8(acc[i][r]));
+        for (int r = 0; r < kAtOnce; r++) {
+#pragma unroll
+            for (int i = 0; i < PAIR; i++) v[r * PAIR + i] = sum8(acc[i][r0 + r]);
+        }
+        warp_sums(v);
+#pragma unroll
+        for (int r = 0; r < kAtOnce; r++) {
+#pragma unroll
+            for (int i = 0; i < PAIR; i++) sum[i][r0 + r] = v[r * PAIR + i];
         }
     }
 }

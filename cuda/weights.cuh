@@ -91,6 +91,10 @@ DEV void load_tail(Raw<F>& r, gptr<const u8> codes, gptr<const u8> scales, i64 n
     if constexpr (F == kFP8) r.scale = gld_nc<u8>(scales, n / 32 * scale_stride<F>(n_cols) + g);
 }
 
+// Integers to floats eight at a time. The host's twins go through one vector: eight scalar stores read back as one
+// vector would wait for each other.
+#ifdef __CUDACC__
+/// Signed bytes of a, then of b.
 DEV void i8x8_to_f32(u32 a, u32 b, float (&o)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -98,6 +102,27 @@ DEV void i8x8_to_f32(u32 a, u32 b, float (&o)[8]) {
         o[i + 4] = (float)((i32)(b << (24 - 8 * i)) >> 24);
     }
 }
+/// Nibbles, the lowest first.
+DEV void u4x8_to_f32(u32 v, float (&o)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) o[i] = (float)(v >> 4 * i & 15u);
+}
+#else
+DEV void i8x8_to_f32(u32 a, u32 b, float (&o)[8]) {
+    typedef i8 B8 __attribute__((vector_size(8)));
+    typedef float F8 __attribute__((vector_size(32)));
+    const F8 f = __builtin_convertvector(__builtin_bit_cast(B8, (u64)b << 32 | a), F8);
+    memcpy(o, &f, sizeof o);
+}
+DEV void u4x8_to_f32(u32 v, float (&o)[8]) {
+    typedef i32 I8 __attribute__((vector_size(32)));
+    typedef float F8 __attribute__((vector_size(32)));
+    typedef u32 U8 __attribute__((vector_size(32)));
+    const U8 nibbles = (U8{v, v, v, v, v, v, v, v} >> U8{0, 4, 8, 12, 16, 20, 24, 28}) & 15u;
+    const F8 f = __builtin_convertvector(__builtin_bit_cast(I8, nibbles), F8);
+    memcpy(o, &f, sizeof o);
+}
+#endif
 
 /// The eight values of pass j of codes c0, c1 (8-byte codes) or c0 (4-byte codes) with their scale bits or factors.
 template <int F>
@@ -120,8 +145,9 @@ DEV void decode8(uint4 code, uint4 more, int j, u32 scale, float factor, float l
         for (int i = 0; i < 8; i++) w[i] *= s;
     }
     if constexpr (F == kQ4K) {
+        u4x8_to_f32(c[j], w);
 #pragma unroll
-        for (int i = 0; i < 8; i++) w[i] = fmaf(factor, (float)(c[j] >> 4 * i & 15u), -low);
+        for (int i = 0; i < 8; i++) w[i] = fmaf(factor, w[i], -low);
     }
     if constexpr (F == kFP4) {
         const float s = ue8m0_to_f32((u8)scale);

@@ -155,6 +155,17 @@ def test_version_2_is_read(nc: int) -> None:
         _ = blob.codebook
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [(16, 0x7C00, "codeword is not finite"), (16 + 100 * 16, 0x7E00, "gain of row 0"), (0, 0x5157, "magic")],
+)
+def test_version_2_is_checked_too(at: int, value: int, message: str) -> None:
+    raw = bytearray(v2_blob(100)[0])
+    struct.pack_into("<H", raw, 16 + 24 * E + at, value)
+    with pytest.raises(FileFormatError, match=message):
+        parse(bytes(raw))
+
+
 def patched(at: int, layout: str, *values: object, nc: int = 4096) -> bytes:
     raw = bytearray(encode(nc))
     struct.pack_into("<" + layout, raw, at, *values)

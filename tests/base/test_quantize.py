@@ -194,6 +194,8 @@ def test_killed_twice_and_resumed_units_are_not_done_again(tmp_path: Path) -> No
         with pytest.MonkeyPatch.context() as m, pytest.raises(Killed):
             Faults(m, at)
             run_small(out, commit_bytes=1)
+        with open(tmp_path / "x.gguf.part.journal", "ab") as f:
+            f.write(b'{"unit": "torn')
     with pytest.MonkeyPatch.context() as m:
         faults = Faults(m, -1)
         run_small(out, commit_bytes=1)

@@ -15,8 +15,9 @@
  *             128 packed keys and one row's queries.
  * Arithmetic  f32. A dot is summed in blocks of 32 channels: channel c goes to chain c % 4 in rising c, the chains
  *             meet as (0+1)+(2+3), the block times its scale is added in rising order. With packed keys every product
- *             is a small multiple of a power of two, so a block's dot is exact in any order. Heads in rising order by
- *             fmaf. A score depends on its row and its key alone.
+ *             is a small multiple of a power of two, so a block's dot is exact in any order. Head h goes to chain
+ *             h / 2 % 4 by fmaf in rising h, the chains meet as (0+1)+(2+3): the order of index_mma.cu, which gives
+ *             the same bits. A score depends on its row and its key alone.
  * Traffic     index_scores reads row bytes a visible key and row group, 4 Hi (INDEX_DIM + 1) a row and block, and
  *             writes 4 bytes a visible key and row; index_query reads and writes 4 R Hi INDEX_DIM.
  * Why so      keys are 68 bytes, so a thread reading its own row would touch a sector for every word: the block
@@ -197,27 +198,41 @@ DEV void scores_body(gptr<float> scores, gptr<const float> q, gptr<const float> 
         for (int h = threadIdx.x; h < n_heads; h += kThreads) head_w[h] = w[(i64)row * n_heads + h] * factor;
         sync_block();
         if (j >= min(((i32)pos[row] + 1) / ratio, capacity)) continue;
-        float score = 0.0f;
         bool wanted = true;
         if (mask) {
             const int b = j / block_size;
             wanted = mask[(i64)row * mask_words + b / 32] >> (b % 32) & 1;
         }
-        for (int h = 0; wanted && h < n_heads; ++h) {
-            float dot = 0.0f;
+        float left = 0.0f, right = 0.0f;  // (chain 0 + chain 1), (chain 2 + chain 3)
+#pragma unroll 1
+        for (int chain = 0; wanted && chain < 4; ++chain) {
+            float sum = 0.0f;
+#pragma unroll 1
+            for (int h0 = 2 * chain; h0 < n_heads; h0 += 8) {
 #pragma unroll
-            for (int b = 0; b < INDEX_DIM / 32; ++b) {
-                float c0 = 0.0f, c1 = 0.0f, c2 = 0.0f, c3 = 0.0f;
+                for (int h = h0; h < h0 + 2; ++h) {
+                    if (h >= n_heads) break;
+                    float dot = 0.0f;
 #pragma unroll
-                for (int i = 32 * b; i < 32 * b + 32; i += 4) {
-                    const float4 x = sld<float4>(query, h * INDEX_DIM + i);
-                    c0 = fmaf(x.x, k[i], c0), c1 = fmaf(x.y, k[i + 1], c1);
-                    c2 = fmaf(x.z, k[i + 2], c2), c3 = fmaf(x.w, k[i + 3], c3);
+                    for (int b = 0; b < INDEX_DIM / 32; ++b) {
+                        float c0 = 0.0f, c1 = 0.0f, c2 = 0.0f, c3 = 0.0f;
+#pragma unroll
+                        for (int i = 32 * b; i < 32 * b + 32; i += 4) {
+                            const float4 x = sld<float4>(query, h * INDEX_DIM + i);
+                            c0 = fmaf(x.x, k[i], c0), c1 = fmaf(x.y, k[i + 1], c1);
+                            c2 = fmaf(x.z, k[i + 2], c2), c3 = fmaf(x.w, k[i + 3], c3);
+                        }
+                        dot = fmaf((c0 + c1) + (c2 + c3), scale[b], dot);
+                    }
+                    sum = fmaf(head_w[h], fmaxf(dot, 0.0f), sum);
                 }
-                dot = fmaf((c0 + c1) + (c2 + c3), scale[b], dot);
             }
-            score = fmaf(head_w[h], fmaxf(dot, 0.0f), score);
+            if (chain < 2)
+                left += sum;
+            else
+                right += sum;
         }
+        const float score = left + right;
         scores[(i64)row * capacity + j] = wanted ? score : __uint_as_float(0xff800000u);
     }
 }

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ds4.checkpoint.codecs import q4idx
-from ds4.device import Device
-from ds4.device.kernels.index import INDEX_SCORES
+from ds4.device import Device, Kernel
+from ds4.device.kernels.index import INDEX_SCORES, INDEX_SCORES_MMA
 from ds4.engine.ops import index as index_ops
 from ds4.engine.ops.compress import index_keys
 from ds4.engine.ops.index import index_query, index_select, mask_words
@@ -71,14 +71,16 @@ class Case:
         return rows, q4idx(dev.download(plain))
 
 
-def scores(device: Device, c: Case, kv: str, rows_per_block: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def scores(
+    device: Device, c: Case, kv: str, rows_per_block: int = 1, kernel: Kernel | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Scores of the kernel (NaN where nothing was written), and the keys that it read."""
     dev = c.device(device)
     rows, keys = c.stored(dev, kv)
     out = dev.upload(np.full((c.R, c.n_keys), np.nan, np.float32))
     dev.launch(
-        INDEX_SCORES[kv], out, dev.upload(c.q), dev.upload(c.w), rows, dev.upload(c.pos), None, c.R, c.heads, c.ratio,
-        c.n_keys, rows_per_block, 1, 1, float(c.factor),
+        kernel or INDEX_SCORES[kv], out, dev.upload(c.q), dev.upload(c.w), rows, dev.upload(c.pos), None, c.R, c.heads,
+        c.ratio, c.n_keys, rows_per_block, 1, 1, float(c.factor),
     )  # fmt: skip
     return dev.download(out), keys
 
@@ -136,6 +138,24 @@ def test_a_score_does_not_depend_on_the_rows_beside_it(device: Device, kv: str) 
     whole, _ = scores(device, c, kv)
     for group in (3, 8):
         same_bits(scores(device, c, kv, group)[0], whole)
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 3])
+@pytest.mark.parametrize("heads", [1, 5, 8, 14, 32])
+def test_tensor_cores_give_the_same_bits(device: Device, heads: int, rows_per_block: int) -> None:
+    """Dots of packed blocks are exact in any order, and the rest of the sum is the same by construction."""
+    c = Case(4, 260 if heads == 5 else 20, heads=heads, width=64 if heads == 14 else 32)
+    c.q = q4idx(c.q)
+    got, _ = scores(device, c, "fp4", rows_per_block, INDEX_SCORES_MMA)
+    same_bits(got, scores(device, c, "fp4")[0])
+
+
+@pytest.mark.parametrize("device", ORDERS, indirect=True)
+def test_tensor_cores_at_the_released_row(device: Device) -> None:
+    c = Case(3, 300, ratio=2, heads=32, width=128, rope=64)
+    c.q = q4idx(c.q)
+    got, _ = scores(device, c, "fp4", 2, INDEX_SCORES_MMA)
+    same_bits(got, scores(device, c, "fp4")[0])
 
 
 @pytest.mark.parametrize("kv", ["fp4", "f32"])

@@ -132,6 +132,10 @@ def test_selection_of_a_step(count_device: Device, kv: str) -> None:
     check(count_device, 1, "f32", kv, lambda layer: layer.select(AT + 1, "step"))
 
 
+def test_selection_of_a_prefill(count_device: Device) -> None:
+    check(count_device, 1, "f32", "fp4", lambda layer: layer.select(AT + 1, "prefill"))
+
+
 def test_selection_beyond_a_small_capacity(count_device: Device) -> None:
     check(count_device, 1, "f32", "fp4", lambda layer: layer.select(4608, "step"), at=4607)
 

@@ -1,4 +1,4 @@
-"""Launch table of index.cu."""
+"""Launch table of index.cu and index_mma.cu."""
 
 from __future__ import annotations
 
@@ -62,31 +62,69 @@ INDEX_QUERY: dict[str, Kernel] = {
     for kv in ("f32", "fp4")
 }  # fmt: skip
 
+_SCORES_TAIL = (
+    "pos: i32[n_rows]", "mask: u32[n_rows,mask_words]?", "n_rows: i32", "n_heads: i32", "ratio: i32", "capacity: i32",
+    "rows_per_block: i32", "block_size: i32", "mask_words: i32", "factor: f32",
+)  # fmt: skip
+
+
+def _scores_args(kv: str) -> tuple[str, ...]:
+    return (
+        "scores: f32[n_rows,capacity]", "q: f32[n_rows,n_heads,INDEX_DIM]", "w: f32[n_rows,n_heads]",
+        f"keys: {ROW[kv]}[C,B]", *_SCORES_TAIL,
+    )  # fmt: skip
+
+
+def _scores_grid(n_rows: int, capacity: int, rows_per_block: int) -> tuple[int, int, int]:
+    return (-(-capacity // SCORE_KEYS), -(-n_rows // rows_per_block), 1)
+
+
+def _scores_traffic(
+    n_rows: int, n_heads: int, capacity: int, rows_per_block: int, n: int, kv: str, warps: int
+) -> tuple[int, int]:
+    """Keys once a row group; queries and weights once a row and block; positions by every warp. All keys visible."""
+    groups, blocks = -(-n_rows // rows_per_block), -(-capacity // SCORE_KEYS)
+    positions = blocks * (n_rows + groups) * 4 * warps
+    queries = blocks * n_rows * 4 * n_heads * (n + 1)
+    return groups * capacity * index_row_bytes(n, kv) + queries + positions, 4 * n_rows * capacity
+
+
+_SCORES_RELEASED = {
+    **RELEASED, "n_rows": 1, "n_heads": 32, "ratio": 2, "capacity": 25600, "rows_per_block": 1, "C": 25600, "B": 68,
+    "block_size": 8, "mask_words": 100,
+}  # fmt: skip
+
 INDEX_SCORES: dict[str, Kernel] = {
     kv: Kernel(
         name=f"index_scores_{kv}",
         source="index.cu",
-        grid=lambda n_rows, capacity, rows_per_block: (-(-capacity // SCORE_KEYS), -(-n_rows // rows_per_block), 1),
+        grid=_scores_grid,
         block=128,
-        args=(
-            "scores: f32[n_rows,capacity]", "q: f32[n_rows,n_heads,INDEX_DIM]", "w: f32[n_rows,n_heads]",
-            f"keys: {ROW[kv]}[C,B]", "pos: i32[n_rows]", "mask: u32[n_rows,mask_words]?", "n_rows: i32",
-            "n_heads: i32", "ratio: i32", "capacity: i32", "rows_per_block: i32", "block_size: i32",
-            "mask_words: i32", "factor: f32",
-        ),
+        args=_scores_args(kv),
         smem=lambda n_heads, INDEX_DIM, kv=kv: _tile_bytes(INDEX_DIM, kv) + 4 * n_heads * (INDEX_DIM + 1),
         constants=CONSTANTS,
-        traffic=lambda n_rows, n_heads, capacity, rows_per_block, INDEX_DIM, kv=kv: (
-            -(-n_rows // rows_per_block) * capacity * index_row_bytes(INDEX_DIM, kv)
-            + -(-capacity // SCORE_KEYS)
-            * (n_rows * (4 * n_heads * (INDEX_DIM + 1) + 16) + -(-n_rows // rows_per_block) * 16),
-            4 * n_rows * capacity,
+        traffic=lambda n_rows, n_heads, capacity, rows_per_block, INDEX_DIM, kv=kv: _scores_traffic(
+            n_rows, n_heads, capacity, rows_per_block, INDEX_DIM, kv, 4
         ),
-        released={
-            **RELEASED, "n_rows": 1, "n_heads": 32, "ratio": 2, "capacity": 25600, "rows_per_block": 1, "C": 25600,
-            "B": 68, "block_size": 8, "mask_words": 100,
-        },
+        released=_SCORES_RELEASED,
         in_flight=SCORE_KEYS * 68,
     )
     for kv in ("f32", "fp4")
-}  # fmt: skip
+}
+
+INDEX_SCORES_MMA = Kernel(
+    name="index_scores_mma",
+    source="index_mma.cu",
+    grid=_scores_grid,
+    block=256,
+    args=_scores_args("fp4"),
+    smem=lambda n_heads, INDEX_DIM: (
+        _tile_bytes(INDEX_DIM, "fp4") + 2 * (-(-n_heads // 8) * 8) * (INDEX_DIM + 8) + 4 * n_heads
+    ),
+    constants=CONSTANTS,
+    traffic=lambda n_rows, n_heads, capacity, rows_per_block, INDEX_DIM: _scores_traffic(
+        n_rows, n_heads, capacity, rows_per_block, INDEX_DIM, "fp4", 8
+    ),
+    released={**_SCORES_RELEASED, "n_rows": 512, "rows_per_block": 8},
+    in_flight=SCORE_KEYS * 68,
+)

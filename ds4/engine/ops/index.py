@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds4.device import Buffer, Device
-from ds4.device.kernels.index import INDEX_QUERY, INDEX_SCORES
+from ds4.device.kernels.index import INDEX_QUERY, INDEX_SCORES, INDEX_SCORES_MMA
 from ds4.device.kernels.topk import SMALL_CAPACITY, TOPK_BLOCKS, TOPK_BLOCKS_SMALL, TOPK_ROWS, TOPK_ROWS_SMALL
 from ds4.engine.ops.kv import mode_of
 from ds4.engine.scratch import Workspace
@@ -37,7 +37,8 @@ def index_select(
     held for a bounded number of rows at a time; a row's picks do not depend on how many that is.
 
     Args:
-        family: "step" (1..8 rows) or "prefill"; they differ only in how many queries share a tile of keys.
+        family: "step" (1..8 rows) or "prefill": the same bits; in prefill eight queries share a tile of keys, and
+            packed keys meet them on tensor cores, so q must be as index_query left it.
         picks: i32 [R, topk].   q: f32 [R, Hi, I].   w: f32 [R, Hi].   keys: index keys, at least `capacity` rows.
         candidates: ("make", mask): keep the topk_blocks best blocks of block_size rows a row, the last visible one
             always, as bits in mask u32 [R, mask_words(capacity, block_size)]; ("use", mask): only rows inside them.
@@ -48,14 +49,16 @@ def index_select(
     small = capacity <= SMALL_CAPACITY
     held = min(R, max(LEAST_ROWS, SCORES_ELEMENTS // capacity))
     scores = ws.get("index_scores", (held, capacity), "f32")
+    prefill = family == "prefill"
+    kernel = INDEX_SCORES_MMA if prefill and mode_of(keys) == "fp4" else INDEX_SCORES[mode_of(keys)]
     for r in range(0, R, held):
         n = min(held, R - r)
         some_pos = pos.view(4 * r, (n,), "i32")
         some_mask = mask.view(4 * r * words, (n, words), "u32") if mask is not None else None
         dev.launch(
-            INDEX_SCORES[mode_of(keys)], scores, q.view(4 * r * n_heads * width, (n, n_heads, width), "f32"),
+            kernel, scores, q.view(4 * r * n_heads * width, (n, n_heads, width), "f32"),
             w.view(4 * r * n_heads, (n, n_heads), "f32"), keys, some_pos, some_mask if kind == "use" else None, n,
-            n_heads, ratio, capacity, 1 if family == "step" else PREFILL_ROWS, block_size, words, factor,
+            n_heads, ratio, capacity, PREFILL_ROWS if prefill else 1, block_size, words, factor,
         )  # fmt: skip
         if kind == "make":
             dev.launch(

@@ -70,19 +70,19 @@ def measure(bits: int, n_vectors: int, n_experts: int, workers: Workers) -> dict
     return {**seconds, "ratio": float(np.median(ratios)), "lowest": min(ratios), "highest": max(ratios)}
 
 
-def whole_expert(bits: int, rows: int, cols: int, workers: Workers) -> float:
-    """Seconds of one expert from float32 to indices: normalise, assign, least-squares gain, assign."""
+def whole_experts(bits: int, rows: int, cols: int, n_experts: int, workers: Workers) -> float:
+    """Seconds an expert from float32 to indices: normalise, assign, least-squares gain, assign."""
     rng = np.random.default_rng(1)
     codebook = f32_to_e4m3(rng.standard_normal((1 << bits, DIM)).astype(np.float32))
     assigner = BlasAssigner(workers)
     assigner.load(codewords(codebook))
     spent = 0.0
-    for shape in ((rows, cols), (rows, cols), (cols, rows)):
+    for shape in ((rows, cols), (rows, cols), (cols, rows)) * n_experts:
         w = rng.standard_normal(shape, np.float32)
         start = time.perf_counter()
         quantize_matrix(w, codebook, assigner, "ls")
         spent += time.perf_counter() - start
-    return spent
+    return spent / n_experts
 
 
 def q4k_rate(workers: Workers) -> float:
@@ -116,12 +116,12 @@ def main() -> None:
         whole_hours = 0.0
         for bits in (int(b) for b in args.bits.split(",")):
             m = measure(bits, n_vectors, args.experts, workers)
-            one = whole_expert(bits, args.rows, args.cols, workers)
+            one = whole_experts(bits, args.rows, args.cols, args.experts, workers)
             rate = args.experts * n_vectors * (1 << bits) * 2 * (DIM + 1) / m["sgemm"] / 1e9
             print(
                 f"{bits} bits: sgemm {m['sgemm']:.2f} s ({rate:.0f} GFLOP/s), assignment {m['assign']:.2f} s: ratio "
                 f"{m['ratio']:.3f} (median; {m['lowest']:.3f} to {m['highest']:.3f}; reach {REACH}); "
-                f"one expert with gains {one:.2f} s"
+                f"an expert with gains {one:.2f} s"
             )
             result[f"bits{bits}"] = {**m, "gflops": rate, "expert_s": one}
             hours = RELEASED_EXPERTS.get(bits, 0) * one / 3600

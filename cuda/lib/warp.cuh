@@ -65,6 +65,26 @@ DEV void warp_sums(float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = warp_sum(v[i]);
 }
+/// One step of the butterfly for many sums: 2 N of them over pairs of lanes become N, the upper half in the lanes with
+/// bit 2 N set.
+template <int N>
+DEV void halve_sums(float (&v)[16], int lane) {
+    const bool high = lane & 2 * N;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float away = high ? v[i] : v[i + N];
+        v[i] = (high ? v[i + N] : v[i]) + __shfl_xor_sync(0xffffffffu, away, 2 * N);
+    }
+}
+/// Sixteen sums in the shuffles of one and a half: lane l leaves with warp_sum(v[l / 2]). v is used up.
+DEV float warp_sums_spread(float (&v)[16]) {
+    const int lane = threadIdx.x & 31;
+    halve_sums<8>(v, lane);
+    halve_sums<4>(v, lane);
+    halve_sums<2>(v, lane);
+    halve_sums<1>(v, lane);
+    return v[0] + __shfl_xor_sync(0xffffffffu, v[0], 1);
+}
 /// Like warp_sum within each aligned group of `width` lanes (a power of two): butterfly width/2 .. 1.
 DEV float group_sum(float v, int width) {
     for (int o = width >> 1; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
@@ -186,22 +206,54 @@ struct Add {
         return (T)(x + y);
     }
 };
+/// The value that every lane of a 32-wide butterfly ends with: the same pairs are added, and + commutes.
 template <class T, class Op>
-SIMT_INLINE T reduce(T v, int width, const char* what, Loc loc, Op op) {
+SIMT_INLINE T tree(const T* values, Op op) {
+    T a[16];
+    for (int l = 0; l < 16; l++) a[l] = op(values[l], values[l + 16]);
+    for (int o = 8; o; o >>= 1)
+        for (int l = 0; l < o; l++) a[l] = op(a[l], a[l + o]);
+    return a[0];
+}
+// Results go to res and totals, which only an operation writes: a fast lane may already have left its next value
+// elsewhere.
+template <class T, class Op>
+SIMT_INLINE T reduce(T v, const char* what, Loc loc, Op op) {
     static_assert(sizeof(T) == 4, "warp reductions take 4-byte values");
     Fiber* c = simt_current;
     Warp* w = c->warp;
     w->arg[c->lane] = __builtin_bit_cast(u32, v);
-    // Results go to res: a fast lane may already have left its next value in val or arg.
     meet(0xffffffffu, what, loc, [=](Warp* q) {
         T a[32];
+        memcpy(a, q->arg, sizeof a);
+        q->res[0] = pack(tree(a, op));
+    });
+    return unpack<T>(w->res[0]);
+}
+template <class Op>
+SIMT_INLINE float reduce_groups(float v, int width, const char* what, Loc loc, Op op) {
+    Fiber* c = simt_current;
+    Warp* w = c->warp;
+    w->arg[c->lane] = __builtin_bit_cast(u32, v);
+    meet(0xffffffffu, what, loc, [=](Warp* q) {
+        float a[32];
         memcpy(a, q->arg, sizeof a);
         butterfly(a, width, op);
         memcpy(q->res, a, sizeof a);
     });
-    T r;
+    float r;
     memcpy(&r, (const char*)w->res + 4 * c->lane, 4);
     return r;
+}
+template <int N>
+SIMT_INLINE void reduce_many(const float (&v)[N], const char* what, Loc loc) {
+    static_assert(N <= 16, "at most sixteen sums at once");
+    Fiber* c = simt_current;
+    Warp* w = c->warp;
+    for (int i = 0; i < N; i++) w->wide[i][c->lane] = v[i];
+    meet(0xffffffffu, what, loc, [](Warp* q) {
+        for (int i = 0; i < N; i++) q->totals[i] = tree(q->wide[i], Add{});
+    });
 }
 // The last thread of the block reduces every warp by the butterfly and the warps in rising order.
 template <class T, class Op>
@@ -218,8 +270,8 @@ SIMT_INLINE T block_reduce(T v, const char* what, Loc loc, Op) {
             for (u32 i = 0; i < q->n_warps; i++) {
                 T a[32];
                 memcpy(a, q->warp[i].arg, sizeof a);
-                butterfly(a, 32, op);
-                total = i == 0 ? a[0] : op(total, a[0]);
+                const T warp = tree(a, op);
+                total = i == 0 ? warp : op(total, warp);
             }
             q->block_result = pack(total);
         },
@@ -230,35 +282,30 @@ SIMT_INLINE T block_reduce(T v, const char* what, Loc loc, Op) {
 
 template <class T>
 DEV T warp_sum(T v SITE) {
-    return simt::reduce(v, 32, "warp_sum", loc, simt::Add{});
+    return simt::reduce(v, "warp_sum", loc, simt::Add{});
 }
 template <class T>
 DEV T warp_max(T v SITE) {
-    return simt::reduce(v, 32, "warp_max", loc, simt::Max{});
+    return simt::reduce(v, "warp_max", loc, simt::Max{});
 }
 template <class T>
 DEV T warp_min(T v SITE) {
-    return simt::reduce(v, 32, "warp_min", loc, simt::Min{});
+    return simt::reduce(v, "warp_min", loc, simt::Min{});
 }
 /// N sums at once, each as warp_sum's: one meeting instead of N.
 template <int N>
 DEV void warp_sums(float (&v)[N] SITE) {
-    static_assert(sizeof v <= sizeof(simt::Fragment), "at most ten");
-    simt::Fiber* c = simt_current;
-    simt::Warp* w = c->warp;
-    memcpy((void*)&w->frag[c->lane], v, sizeof v);
-    simt::meet(0xffffffffu, "warp_sums", loc, [](simt::Warp* q) {
-        for (int i = 0; i < N; i++) {
-            float a[32];
-            for (int l = 0; l < 32; l++) memcpy(&a[l], (const char*)&q->frag[l] + 4 * i, 4);
-            simt::butterfly(a, 32, simt::Add{});
-            for (int l = 0; l < 32; l++) memcpy((char*)&q->frag[l] + 4 * i, &a[l], 4);
-        }
-    });
-    memcpy(v, &w->frag[c->lane], sizeof v);
+    simt::reduce_many(v, "warp_sums", loc);
+    const simt::Warp* w = simt_current->warp;
+    for (int i = 0; i < N; i++) v[i] = w->totals[i];
 }
-DEV float group_sum(float v, int width SITE) { return simt::reduce(v, width, "group_sum", loc, simt::Add{}); }
-DEV float group_max(float v, int width SITE) { return simt::reduce(v, width, "group_max", loc, simt::Max{}); }
+/// Sixteen sums: lane l leaves with warp_sum(v[l / 2]).
+DEV float warp_sums_spread(float (&v)[16] SITE) {
+    simt::reduce_many(v, "warp_sums_spread", loc);
+    return simt_current->warp->totals[simt_current->lane / 2];
+}
+DEV float group_sum(float v, int width SITE) { return simt::reduce_groups(v, width, "group_sum", loc, simt::Add{}); }
+DEV float group_max(float v, int width SITE) { return simt::reduce_groups(v, width, "group_max", loc, simt::Max{}); }
 template <int THREADS, class T>
 DEV T block_sum(T v SITE) {
     static_assert(THREADS % 32 == 0);

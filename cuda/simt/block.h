@@ -30,7 +30,7 @@ struct dim3 {
 #pragma GCC visibility push(hidden)
 namespace simt {
 
-constexpr u32 kAbi = 1;
+constexpr u32 kAbi = 2;
 constexpr u32 kMaxThreads = 1024;
 constexpr u32 kMaxParams = 32;
 
@@ -73,6 +73,8 @@ struct alignas(64) Warp {
     alignas(64) u64 res[32];
     alignas(64) u32 arg[32];
     Fragment frag[32];
+    alignas(64) float wide[16][32];  // several values a lane, one row each
+    float totals[16];
     const void* ptr[32];
     Fiber* fib;  // lane 0's
 };

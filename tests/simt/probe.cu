@@ -214,6 +214,14 @@ extern "C" __global__ void many_sums(gptr<float> out, gptr<const float> in) {
 }
 EXPORT(many_sums)
 
+extern "C" __global__ void spread_sums(gptr<float> out, gptr<const float> in) {
+    const int t = threadIdx.x;
+    float v[16];
+    for (int i = 0; i < 16; i++) v[i] = in[t] * (float)(i + 1);
+    out[t] = warp_sums_spread(v);
+}
+EXPORT(spread_sums)
+
 /// stride: the lanes' distance in floats; what a warp request costs.
 extern "C" __global__ void strided(gptr<float> out, gptr<const float> in, int stride) {
     SMEM_DYN(float, s, 0);

@@ -79,6 +79,15 @@ def test_many_sums_are_each_a_warp_sum(machine: Rig) -> None:
         assert np.array_equal(found[i], butterfly(x * np.float32(i + 1), 32))
 
 
+def test_spread_sums(machine: Rig) -> None:
+    x = np.random.default_rng(6).standard_normal(256).astype(np.float32)
+    out, source = machine.alloc(1024), machine.upload(x)
+    machine.launch("spread_sums", Pointer(out), Pointer(source))
+    t = np.arange(256)
+    sums = np.stack([butterfly(x * np.float32(i + 1), 32) for i in range(16)])
+    assert np.array_equal(machine.download(out, 256, np.float32), sums[(t & 31) // 2, t])
+
+
 def test_rms_norm_is_the_same_everywhere(machine: Rig, fast: Rig) -> None:
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((37, 300)).astype(np.float32), rng.standard_normal(300).astype(np.float32)

@@ -77,26 +77,6 @@ struct RowsSmem {
     sarr<float, kWarps * 2 * (kKeys * kHeads + kHeads)> weights;  // two turns: exponentials, then the rescaling
 };
 
-// One step of the butterfly: 2 N sums over pairs of lanes become N, the upper half in the lanes with bit 2 N set.
-template <int N>
-DEV void halve(float (&v)[16], int lane) {
-    const bool high = lane & 2 * N;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float away = high ? v[i] : v[i + N];
-        v[i] = (high ? v[i + N] : v[i]) + shfl_xor(away, 2 * N);
-    }
-}
-
-// Sums v[i] over the lanes; lane l leaves with the total of v[l / 2].
-DEV float transposed_sum(float (&v)[16], int lane) {
-    halve<8>(v, lane);
-    halve<4>(v, lane);
-    halve<2>(v, lane);
-    halve<1>(v, lane);
-    return v[0] + shfl_xor(v[0], 1);
-}
-
 // A partial sum's j-th four channels of a lane: quarters apart, so that a warp writes and reads whole lines.
 DEV i64 part_at(i64 vector, int lane, int j) { return vector * HEAD_DIM + j * (HEAD_DIM / 4) + lane * 4; }
 
@@ -182,7 +162,7 @@ DEV void attention_body(gptr<A> out, gptr<float> part, gptr<float> part_ml, gptr
                 for (int i = 0; i < 16; ++i) s[n * kHeads + h] = fmaf(q16[h][i], k[i], s[n * kHeads + h]);
         }
         const bool seen = valid >> my_key & 1;
-        const float score = transposed_sum(s, lane) * scale;
+        const float score = warp_sums_spread(s) * scale;
         float most = seen ? score : -1e30f;
         most = fmaxf(most, shfl_xor(most, 8));
         most = fmaxf(top, fmaxf(most, shfl_xor(most, 16)));

@@ -79,8 +79,8 @@ def scores(
     rows, keys = c.stored(dev, kv)
     out = dev.upload(np.full((c.R, c.n_keys), np.nan, np.float32))
     dev.launch(
-        kernel or INDEX_SCORES[kv], out, dev.upload(c.q), dev.upload(c.w), rows, dev.upload(c.pos), None, c.R, c.heads,
-        c.ratio, c.n_keys, rows_per_block, 1, 1, float(c.factor),
+        kernel or INDEX_SCORES[kv], out, dev.upload(c.q), dev.upload(c.w), rows, dev.upload(c.pos), None, c.R,
+        c.heads, c.ratio, c.n_keys, rows_per_block, 1, 1, float(c.factor),
     )  # fmt: skip
     return dev.download(out), keys
 

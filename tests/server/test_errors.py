@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ds4.engine import Sampling
 from ds4.errors import CapacityError, DeviceError, RequestError
 from ds4.server.errors import status_of
 from ds4.server.fields import Fields
 from ds4.server.openai import read_chat, read_completion
-from ds4.server.request import Limits
+from ds4.server.outbox import Failed, Outbox
+from ds4.server.request import Generation, Limits
+from ds4.server.worker import Job, Worker
 from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -134,6 +138,12 @@ def test_over_the_context(server: Served) -> None:
     assert "500" in said and "501" in said
 
 
+def test_what_is_asked_for_is_cut_to_the_room() -> None:
+    engine = StandIn(config=StandInConfig(500))
+    for asked, most in ((100, 10), (10, 10), (9, 9), (None, 10)):
+        assert read_completion(Fields({"prompt": [5] * 490, "max_tokens": asked}), engine, LIMITS).max_tokens == most
+
+
 def test_paths_and_methods(server: Served) -> None:
     check(server.get("/nowhere"), 404, None, "not_found")
     check(server.get("/v1/chat/completions/"), 404, None, "not_found")
@@ -229,6 +239,22 @@ def test_failures_of_the_device() -> None:
         at["token"] = -1
         assert server.chat().json()["choices"][0]["message"]["content"] == "hello"
         assert server.get("/health").status_code == 200
+
+
+def test_a_failed_job_holds_no_session() -> None:
+    """Its error still waits for a reader; the session, and with it device memory, is gone."""
+
+    def fail(i: int) -> None:
+        raise DeviceError("fire")
+
+    async def failed() -> Outbox:
+        engine, outbox = StandIn(ids_of("x"), before_token=fail), Outbox(100)
+        Worker(lambda progress: engine, 1)._run(engine, Job(Generation([5], Sampling(), 1), outbox))
+        assert len(engine.sessions) == 0
+        assert isinstance((await outbox.take())[-1], Failed)
+        return outbox
+
+    asyncio.run(failed())
 
 
 def test_statuses() -> None:

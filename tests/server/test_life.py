@@ -136,13 +136,12 @@ def test_a_queue_of_none_still_runs_one() -> None:
         assert server.chat().status_code == 200
 
 
-def test_a_slow_reader_is_dropped_and_others_go_on() -> None:
-    """It never reads: its text waits up to the limit, then its request ends; the connection is cut after stall_s."""
+def test_a_reader_that_stalls_is_cut_off() -> None:
     engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
-    with serve(engine, limits=Limits(outbox_chars=20_000, stall_s=0.2)) as server:
+    with serve(engine, limits=Limits(outbox_chars=10**9, stall_s=0.2)) as server:
         sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
         until(lambda: server.worker.running == 1)
-        until(lambda: server.worker.running == 0)  # dropped, by the outbox or by the write that waits too long
+        until(lambda: server.worker.running == 0)  # by the write that waited too long
         assert answered(server)
         until(lambda: idle(server))
         read = b""
@@ -150,6 +149,22 @@ def test_a_slow_reader_is_dropped_and_others_go_on() -> None:
             read += piece
         assert b"[DONE]" not in read and not read.endswith(b"0\r\n\r\n")  # cut off, not ended
         sock.close()
+
+
+def test_a_slow_reader_does_not_keep_the_device() -> None:
+    """Its text waits up to the limit; then its request ends, and it is told so when it reads on."""
+    engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
+    with serve(engine, limits=Limits(outbox_chars=20_000)) as server:
+        sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
+        until(lambda: server.worker.running == 1)
+        until(lambda: server.worker.running == 0)
+        assert answered(server)
+        read = b""
+        while b"[DONE]" not in read[-100:]:
+            read += sock.recv(1 << 20)
+        assert b"characters wait for the reader" in read
+        sock.close()
+        until(lambda: idle(server))
 
 
 def test_a_reader_that_pauses_loses_nothing() -> None:

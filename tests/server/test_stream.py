@@ -12,9 +12,9 @@ from ds4.model.tokenizer import END_THINK
 from ds4.server.stream import CONTENT, REASONING, StopFilter, TextStream
 from tests.server.standin import TOKENIZER, ids_of
 
-ALPHABET = "ab\u00e9\U0001f600"  # few letters: stop strings overlap each other and themselves
+ALPHABET = "a\U0001f600"  # few letters: stop strings overlap each other and themselves
 TEXTS = st.text(ALPHABET, max_size=24)
-STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=6), max_size=4)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -80,7 +80,8 @@ def test_a_token_stream_of_single_bytes(text: str, stops: list[str], in_reasonin
 @pytest.mark.parametrize(
     ("pieces", "stops", "want"),
     [
-        (["ab", "cd"], ["abcd", "c"], ("", True)),  # the earlier beginning wins, though it ends later
+        (["ab", "cd"], ["abcd", "c"], ("", True)),
+        (["abc", "d"], ["abcd", "c"], ("", True)),  # the earlier beginning wins, though it ends later
         (["abc", "x"], ["abcd", "c"], ("ab", True)),  # ... unless it does not come
         (["abc"], ["abcd", "c"], ("ab", True)),  # ... or the text ends first
         (["aa", "ab"], ["aab"], ("a", True)),  # a false start inside the true one
@@ -102,6 +103,14 @@ def test_only_the_token_ends_the_reasoning() -> None:
     stream.push(TOKENIZER.special_id(END_THINK))
     assert [d.channel for d in stream.push(ids_of("a")[0])] == [CONTENT]
     assert stream.reasoning_tokens == len(END_THINK) + 1
+
+
+def test_an_unfinished_character_before_the_end_of_reasoning() -> None:
+    """It stays in the reasoning; the content begins clean."""
+    stream = TextStream(TOKENIZER, in_reasoning=True, stops=[])
+    ids = [*ids_of("\U0001f600")[:2], *ids_of(END_THINK), *ids_of("ok")]
+    deltas = [d for i in ids for d in stream.push(i)]
+    assert [(d.channel, d.text) for d in deltas] == [(REASONING, "\ufffd"), (CONTENT, "o"), (CONTENT, "k")]
 
 
 def test_an_unfinished_character_at_the_end_is_one_replacement() -> None:

@@ -28,7 +28,7 @@ struct Pool {
     std::atomic<u32> generation{0};
     std::atomic<u64> ticket{0};  // generation << 32 | next block
     std::atomic<u64> n_done{0};
-    u64 n_blocks = 0;
+    std::atomic<u64> n_blocks{0};
     Job job{};
 };
 Pool& pool() {
@@ -222,10 +222,11 @@ void worker_main(u32 id) {
         seen = g;
         u64 block;
         // A ticket keeps the job alive: the caller waits until every block handed out is done.
-        if (id >= p.n_wanted || !take_ticket(g, p.n_blocks, block)) continue;
+        const u64 n = p.n_blocks.load(std::memory_order_acquire);
+        if (id >= p.n_wanted || !take_ticket(g, n, block)) continue;
         Worker* k = p.workers[id];
         const Job job = p.job;
-        k->generation = g, k->end = p.n_blocks, k->shared_counter = true;
+        k->generation = g, k->end = n, k->shared_counter = true;
         const u64 x = job.grid.x, y = job.grid.y;
         k->block = {(u32)(block % x), (u32)(block / x % y), (u32)(block / (x * y))};
         work(k, job, true);
@@ -300,7 +301,10 @@ bool run_job(const Job& job, std::string& fault) {
     k->next = 0, k->end = n, k->shared_counter = false;
     if (p.n_wanted > 1 && n > 1 && n < 0xffffffffu && job.mode == kFast) {
         const u32 g = p.generation.load(std::memory_order_relaxed) + 1;
-        p.job = job, p.n_blocks = n;
+        // The last job's ticket goes first: a worker that still holds its generation must not take one of these blocks.
+        p.ticket.store((u64)g << 32 | 0xffffffffu, std::memory_order_release);
+        p.job = job;
+        p.n_blocks.store(n, std::memory_order_release);
         p.n_done.store(0, std::memory_order_relaxed);
         p.ticket.store((u64)g << 32, std::memory_order_release);
         p.generation.store(g, std::memory_order_release);

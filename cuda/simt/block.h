@@ -30,7 +30,7 @@ struct dim3 {
 #pragma GCC visibility push(hidden)
 namespace simt {
 
-constexpr u32 kAbi = 2;
+constexpr u32 kAbi = 3;
 constexpr u32 kMaxThreads = 1024;
 constexpr u32 kMaxParams = 32;
 
@@ -104,7 +104,6 @@ struct Worker {
     u8* stacks;
     u64 next, end, generation;
     bool shared_counter, failed;
-    u64 n_blocks_left_in_chunk;
     void* async;   // cp.async in flight, a thread each (check and count images)
     void* shadow;  // who touched which byte of shared memory (check images)
     void* tally;   // open warp requests (count images)

@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="find where two runs part",
         description="Compare two results of `ds4 teacher` or `ds4 score` made with --streams. Exit 1: they part.",
     )
-    p.add_argument("a", metavar="A.npz")
+    p.add_argument("a", metavar="A.npz", help="the run in question")
     p.add_argument("b", metavar="B.npz", help="the reference of relative differences")
     p.add_argument(
         "--tolerance", type=float, default=0.0, metavar="X",

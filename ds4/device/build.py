@@ -212,7 +212,20 @@ def _machine_flags() -> tuple[str, ...]:
     machine = platform.machine()
     if machine not in MACHINE_FLAGS:
         raise BuildError(f"the CPU driver runs on {' and '.join(MACHINE_FLAGS)}; this machine is {machine}")
+    lacks = _missing_instructions(Path("/proc/cpuinfo")) if machine == "x86_64" else []
+    if lacks:
+        raise BuildError(f"the CPU driver needs an x86-64 processor with AVX2 and FMA (2013 or later): no {lacks[0]}")
     return MACHINE_FLAGS[machine]
+
+
+@functools.cache
+def _missing_instructions(cpuinfo: Path) -> list[str]:
+    """What x86-64-v3 needs and this processor does not say that it has; empty where it says nothing."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M)
+    except OSError:
+        return []
+    return [name for name in ("avx2", "fma", "bmi2", "f16c") if found and name not in found[1].split()]
 
 
 @functools.cache

@@ -77,7 +77,8 @@ def capture(context: Context, mode: Mode) -> Iterator[Graph]:
         if not error and int(graph):
             context.driver.api.cuGraphDestroy(graph)
         raise
-    finally:
+    else:
         context.capturing = False
-    made._finish(context.call("cuStreamEndCapture", context.stream.handle))
-    context.captured = {}
+        made._finish(context.call("cuStreamEndCapture", context.stream.handle))
+    finally:
+        context.captured = {}

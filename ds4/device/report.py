@@ -161,6 +161,9 @@ def main() -> int:
         same = target.exists() and target.read_text() == text
         print(f"{target}: {'up to date' if same else 'not up to date: run python -m ds4.device.report'}")
         return 0 if same else 1
+    if not target.parent.is_dir():
+        print(f"{target.parent} does not exist: run this in a source tree", file=sys.stderr)
+        return 1
     target.write_text(text)
     print(f"{target}: {len(all_kernels())} kernels")
     return 0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
+import pytest
+
+from ds4.device import build
 from ds4.device.build import Builder, Resources, Unit, defines_of, resources, warnings
+from ds4.errors import BuildError
 
 SPILLING = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'one' for 'sm_121'
@@ -42,6 +47,23 @@ def test_a_gpu_compile_gives_a_cubin_and_its_log(tmp_path: Path) -> None:
     assert cubin[:4] == b"\x7fELF"
     assert found.static_smem == 256 and 0 < found.registers < 64 and found.spill_stores == 0
     assert warnings(log) == []
+
+
+def test_an_old_processor_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_missing_instructions", lambda path: ["avx2"])
+    with pytest.raises(BuildError, match=r"needs an x86-64 processor with AVX2 and FMA.*no avx2"):
+        Builder(tmp_path, tmp_path / "c").host(Unit("k.cu"), "fast")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(BuildError, match="x86_64 and aarch64; this machine is riscv64"):
+        Builder(tmp_path, tmp_path / "c").host(Unit("k.cu"), "fast")
+
+
+def test_instructions_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    told = build._missing_instructions
+    (tmp_path / "old").write_text("processor : 0\nflags\t\t: fpu sse2 f16c fma bmi2\n")
+    (tmp_path / "new").write_text("flags : avx2 fma bmi2 f16c avx512f\n")
+    assert told(tmp_path / "old") == ["avx2"] and told(tmp_path / "new") == [] and told(tmp_path / "none") == []
 
 
 def test_defines_are_sorted_and_a_rows_own_win() -> None:

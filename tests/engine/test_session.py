@@ -133,3 +133,16 @@ def test_the_budget_bounds_the_state_too(bases: Callable[[str], Path], fast_devi
         session.sync([5] * 12)
     finally:
         state.LEAST_CAPACITY = least
+
+
+def test_a_token_reads_its_rows_and_no_more(engines: Callable[..., Engine]) -> None:
+    """Two reads a row (codes, scales), one row a column and engram layer: 96 of them at the released sizes."""
+    engine = engines("oracle-a")
+    session, c = engine.session(), engine.config
+    session.sync(prompt("oracle-a", 12))
+    before = [store.stats for store in engine.feed.stores]
+    session.step([7])
+    for was, store in zip(before, engine.feed.stores):
+        assert store.stats.rows - was.rows == c.engram_columns
+        assert store.stats.reads - was.reads == 2 * c.engram_columns
+        assert store.stats.bytes - was.bytes >= c.engram_columns * engine.feed.row_bytes

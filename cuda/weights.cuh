@@ -11,7 +11,7 @@
  *   1 bf16        16                        1                -
  *   2 f16         16                        1                -
  *   3 q8_0        8                         2                f16 a 32 columns; row stride a multiple of 4 bytes
- *   4 q4_k        4                         4                16-byte heads of 256 columns, as in the file
+ *   4 q4_k        4                         4                16-byte heads of 256 columns, as in the file (head_at)
  *   5 fp4x32      4                         4                ue8m0 a 32 columns; row stride a multiple of 4 bytes
  *   6 fp8_32x32   8                         2                ue8m0 a 32x32 tile; row stride a multiple of 2 bytes
  *
@@ -33,10 +33,17 @@ DEV constexpr i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 template <int F>
 DEV i64 scale_stride(int n_cols) {
     if constexpr (F == kQ8) return round_up((i64)(n_cols / 32) * 2, 4);
-    if constexpr (F == kQ4K) return (i64)(n_cols / 256) * 16;
     if constexpr (F == kFP4) return round_up(n_cols / 32, 4);
     if constexpr (F == kFP8) return round_up((n_cols + 31) / 32, 2);
     return 0;
+}
+
+/// Where head b of row n of a q4_k matrix starts. Rows go in fours: the heads of their whole chunks row by row, then,
+/// for each pass of the tail, the four rows' heads: so that a row of 1,280 columns asks for no half sectors of a chunk.
+DEV i64 head_at(i64 n, int n_cols, int b) {
+    const int whole = n_cols / 1024 * 4;
+    const i64 four = n / 4 * (n_cols / 4);
+    return four + (b < whole ? (n % 4) * whole * 16 + b * 16 : whole * 64 + (b - whole) * 64 + (n % 4) * 16);
 }
 
 /// (scale, minimum) number s of a q4_k head: 12 bytes of packed 6-bit pairs after the two f16 factors.
@@ -64,8 +71,7 @@ DEV void load_chunk(Raw<F>& r, gptr<const u8> codes, gptr<const u8> scales, i64 
     r.code = gld_nc<uint4>(codes, at);
     if constexpr (F == kF32) r.more = gld_nc<uint4>(codes, at + 512);
     if constexpr (F == kQ8) r.scale = gld_nc<u32>(scales, n * scale_stride<F>(n_cols) + chunk * 32 + (lane / 4) * 4);
-    if constexpr (F == kQ4K)
-        r.more = gld_nc<uint4>(scales, n * scale_stride<F>(n_cols) + chunk * 64 + (lane / 8) * 16);
+    if constexpr (F == kQ4K) r.more = gld_nc<uint4>(scales, head_at(n, n_cols, chunk * 4 + lane / 8));
     if constexpr (F == kFP4) r.scale = gld_nc<u32>(scales, n * scale_stride<F>(n_cols) + chunk * 32 + (lane / 4) * 4);
     if constexpr (F == kFP8)
         r.scale = gld_nc<u16>(scales, n / 32 * scale_stride<F>(n_cols) + chunk * 16 + (lane / 4) * 2);
@@ -86,7 +92,7 @@ DEV void load_tail(Raw<F>& r, gptr<const u8> codes, gptr<const u8> scales, i64 n
     if constexpr (B == 4) r.code.x = gld_nc<u32>(codes, at);
     const int g = k0 / 32 + lane / 4;
     if constexpr (F == kQ8) r.scale = gld_nc<u16>(scales, n * scale_stride<F>(n_cols) + g * 2);
-    if constexpr (F == kQ4K) r.more = gld_nc<uint4>(scales, n * scale_stride<F>(n_cols) + k0 / 256 * 16);
+    if constexpr (F == kQ4K) r.more = gld_nc<uint4>(scales, head_at(n, n_cols, k0 / 256));
     if constexpr (F == kFP4) r.scale = gld_nc<u8>(scales, n * scale_stride<F>(n_cols) + g);
     if constexpr (F == kFP8) r.scale = gld_nc<u8>(scales, n / 32 * scale_stride<F>(n_cols) + g);
 }
@@ -211,7 +217,6 @@ DEV void weight8(gptr<const u8> codes, gptr<const u8> scales, i64 n, int n_cols,
     if constexpr (F == kQ8) scale = gld_nc<u16>(scales, n * scale_stride<F>(n_cols) + g * 2);
     if constexpr (F == kFP4) scale = gld_nc<u8>(scales, n * scale_stride<F>(n_cols) + g);
     if constexpr (F == kFP8) scale = gld_nc<u8>(scales, n / 32 * scale_stride<F>(n_cols) + g);
-    if constexpr (F == kQ4K)
-        q4k_pair(gld_nc<uint4>(scales, n * scale_stride<F>(n_cols) + k / 256 * 16), k % 256 / 32, factor, low);
+    if constexpr (F == kQ4K) q4k_pair(gld_nc<uint4>(scales, head_at(n, n_cols, k / 256)), k % 256 / 32, factor, low);
     decode8<F>(code, more, 0, scale, factor, low, w);
 }

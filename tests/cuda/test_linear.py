@@ -7,6 +7,7 @@ import pytest
 
 from ds4.device import Buffer, Device
 from ds4.device.kernels.linear import FORMATS, split_of
+from ds4.engine.ops import placement
 from ds4.engine.ops.linear import linear
 from ds4.engine.ops.placement import Weight, place_weight
 from ds4.engine.scratch import Workspace
@@ -169,6 +170,19 @@ def test_q4_k_decodes_as_gguf_does(device: Device) -> None:
     got: F32 = run(device, "step", w, device.upload(np.eye(512, dtype=np.float32)[columns]), 8, "f32")
     assert_within(got, want[:, columns].T, 4 * UNIT * np.abs(want).max())
     assert np.allclose(decode("q4_k", raw, 3, 512), want, atol=4 * UNIT * np.abs(want).max(), rtol=0)
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_placement_by_slabs_is_placement_at_once(
+    device: Device, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    N, K = 32, 1280
+    raw = random_file(format, N, K, np.random.default_rng(9))
+    whole = place_weight(device, format, raw, N, K)
+    monkeypatch.setattr(placement, "SLAB", 5 * K)
+    parts = place_weight(device, format, raw, N, K)
+    for plane in ("codes", "scales"):
+        assert np.array_equal(*(device.download(getattr(w, plane)) for w in (whole, parts)))
 
 
 @pytest.mark.parametrize("format, N, K", [("q4_k", 2, 96), ("q8_0", 2, 40), ("bf16", 2, 12), ("q5_0", 2, 32)])

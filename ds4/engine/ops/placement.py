@@ -69,11 +69,13 @@ def place_weight(dev: Device, format: str, raw: U8, N: int, K: int) -> Weight:
     if format == "fp8_32x32":
         plane, tiles = raw[: N * K].reshape(N, K), raw[N * K :].reshape(-1, K // 32)
         scales = _scales(tiles, 2, 2)
-    step = max(SLAB // K, 1)
+    step = max(SLAB // K // 4 * 4, 4)  # q4_k heads go by four rows
     stride = scale_stride(format, K)
-    plane_scales = codes if stride == 0 else dev.empty((N * stride if format != "fp8_32x32" else scales.size,), "u8")
     if format == "fp8_32x32":
-        plane_scales.write(scales)
+        plane_scales = dev.upload(scales.reshape(-1))
+    else:
+        rows = -(-N // 4) * 4 if format == "q4_k" else N
+        plane_scales = dev.empty((rows * stride,), "u8") if stride else codes
     for n in range(0, N, step):
         m = min(n + step, N)
         if format == "fp8_32x32":
@@ -142,9 +144,17 @@ def _q4_k(slab: U8) -> tuple[U8, U8 | None]:
     packed = np.empty((rows, pairs.shape[1], 4, 2, 16), np.uint8)  # low nibbles are 32 columns, high ones the next 32
     packed[..., 0, :] = (pairs & 0xF) | (pairs >> 4 & 0xF0)
     packed[..., 1, :] = (pairs >> 4 & 0xF) | (pairs >> 8 & 0xF0)
-    return _codes(packed.reshape(rows, -1).view(np.uint32), 4), np.ascontiguousarray(blocks[:, :, :16]).reshape(
-        rows, -1
-    )
+    return _codes(packed.reshape(rows, -1).view(np.uint32), 4), _heads(blocks[:, :, :16])
+
+
+def _heads(of_256: U8) -> U8:
+    """[rows, K/256, 16] heads, by fours of rows: those of whole chunks row by row, then each tail pass's four."""
+    rows, n, _ = of_256.shape
+    whole = n // 4 * 4
+    fours = np.pad(of_256, ((0, -rows % 4), (0, 0), (0, 0))).reshape(-1, 4, n, 16)
+    chunks = fours[:, :, :whole].reshape(len(fours), -1)
+    tail = fours[:, :, whole:].swapaxes(1, 2).reshape(len(fours), -1)
+    return np.ascontiguousarray(np.concatenate([chunks, tail], axis=1))
 
 
 def _fp4x32(slab: U8) -> tuple[U8, U8 | None]:

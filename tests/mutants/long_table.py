@@ -273,6 +273,14 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
      "s) - sm.half[k]",
      "s)",
      "lloyd.py::test_assignment_is_nearest_within_rounding"),
+    ("index-mma-scale-of-the-upper-keys", "index_mma.cu",
+     "scale[b][i / 2]",
+     "scale[b][0]",
+     "index.py::test_tensor_cores_give_the_same_bits"),
+    ("index-mma-chains-in-another-order", "index_mma.cu",
+     "chain[half] += shfl_xor(chain[half], 1);\n                chain[half] += shfl_xor(chain[half], 2);",
+     "chain[half] += shfl_xor(chain[half], 2);\n                chain[half] += shfl_xor(chain[half], 1);",
+     "index.py::test_tensor_cores_give_the_same_bits"),
 )
 # fmt: on
 LONG_MUTANTS = tuple(Mutant(*row[:4], node=f"tests/cuda/test_{row[4]}") for row in ROWS)

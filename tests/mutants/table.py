@@ -225,6 +225,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "dot",
         INDEX + "test_negative_weights_and_dots",
     ),
+    Mutant(
+        "index-mma-barrier-between-rows-removed",
+        "index_mma.cu",
+        "if (row > row0) sync_block();",
+        "if (row > n_rows) sync_block();",
+        INDEX + "test_tensor_cores_give_the_same_bits",
+    ),
     # -- lloyd.cu
     Mutant("lloyd-carry-lost", "lloyd.cu", "old + lo < old", "0u", LLOYD + "test_the_carry_goes_up"),
 )

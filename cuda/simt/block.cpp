@@ -292,6 +292,12 @@ Fiber* next_in_order(Worker* k, u32 tid) {
 
 }  // namespace
 
+u32 n_workers_for(const Job& job) {
+    const u64 n = (u64)job.grid.x * job.grid.y * job.grid.z;
+    if (job.mode != kFast || job.alone || n >= 0xffffffffu) return 1;
+    return n < pool().n_wanted ? (u32)n : pool().n_wanted;
+}
+
 bool run_job(const Job& job, std::string& fault) {
     auto& p = pool();
     if (p.workers.empty()) p.workers.push_back(make_worker());
@@ -299,7 +305,7 @@ bool run_job(const Job& job, std::string& fault) {
     Worker* k = p.workers[0];
     fault_text().clear();
     k->next = 0, k->end = n, k->shared_counter = false;
-    if (p.n_wanted > 1 && n > 1 && n < 0xffffffffu && job.mode == kFast) {
+    if (n_workers_for(job) > 1) {
         const u32 g = p.generation.load(std::memory_order_relaxed) + 1;
         // The last job's ticket goes first: a worker that still holds its generation must not take one of these blocks.
         p.ticket.store((u64)g << 32 | 0xffffffffu, std::memory_order_release);

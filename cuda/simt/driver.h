@@ -81,6 +81,7 @@ struct Function {
     const Export* record = nullptr;
     KernelCount* count = nullptr;
     u32 max_threads = kMaxThreads, regs = 0, max_dynamic_smem = kDefaultSmem;
+    double ns_per_block = 1e9;  // what its blocks took lately
     Handle module = nullptr;
 };
 Function* find_function(Handle h);
@@ -113,7 +114,10 @@ struct Job {
     const char* kernel;
     KernelCount* count;
     u32 n_params;
+    bool alone;  // too little work to wake other workers
 };
+/// How many workers a job of that many blocks would get.
+u32 n_workers_for(const Job& job);
 /// Run all blocks; true, or false with the fault's text.
 bool run_job(const Job& job, std::string& fault);
 int set_workers(int n);

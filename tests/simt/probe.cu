@@ -92,6 +92,18 @@ extern "C" __global__ void write_too_early(gptr<float> out, gptr<const float> in
 }
 EXPORT(write_too_early)
 
+/// Warp 0 reads what warp 1 then overwrites; nobody looks again.
+extern "C" __global__ void overwrite(gptr<float> out, gptr<const float> in, int guarded) {
+    SMEM(Shared, sm);
+    const int t = threadIdx.x;
+    sm.a[t] = in[t];
+    sync_block();
+    if (t < 32) out[t] = sm.a[t + 32];
+    if (guarded) sync_block();
+    if (t >= 32 && t < 64) sm.a[t] = 0.0f;
+}
+EXPORT(overwrite)
+
 extern "C" __global__ void two_writers(gptr<float> out) {
     SMEM(Shared, sm);
     sm.part[0] = (float)threadIdx.x;

@@ -110,6 +110,15 @@ def test_a_missing_barrier_before_a_write(check: Rig) -> None:
     assert "shared-memory race" in found.text and "by thread" in found.text
 
 
+def test_an_overwrite_that_nobody_reads_again(check: Rig) -> None:
+    out, source = Pointer(check.alloc(1024)), Pointer(check.upload(np.ones(256, np.float32)))
+    check.launch("overwrite", out, source, 1, smem=SHARED)
+    found = refusal(check.launch, "overwrite", out, source, 0, smem=SHARED)
+    # whoever comes second reports it
+    first, second = ("written", "read") if check.order == "falling" else ("read", "overwritten")
+    assert f"is {second} here and was {first} by thread" in found.text
+
+
 def test_two_threads_write_one_place(check: Rig) -> None:
     found = refusal(check.launch, "two_writers", Pointer(check.alloc(1024)), smem=SHARED)
     assert "is written here and was written by thread" in found.text

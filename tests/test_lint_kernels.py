@@ -131,9 +131,11 @@ def test_a_row_says_what_its_kernel_says() -> None:
             found = [kind for kind, _ in parameters(m["params"])]
             if found != wanted:
                 wrong.append(f"{row.name}: the table has {wanted}, {row.source} has {found}")
-            bounds = (m["bounds"] or "").strip()
-            if bounds.isdecimal() and int(bounds) != row.block:
-                wrong.append(f"{row.name}: block {row.block}, but __launch_bounds__({bounds})")
+            bounds = (m["bounds"] or "").split(",")[0].strip()
+            named = re.search(rf"constexpr int {bounds} = (\d+);", text) if bounds.isidentifier() else None
+            threads = int(named[1]) if named else int(bounds) if bounds.isdecimal() else None
+            if threads is None or threads != row.block:
+                wrong.append(f"{row.name}: block {row.block}, but __launch_bounds__({m['bounds']})")
     assert wrong == []
 
 

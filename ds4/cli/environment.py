@@ -27,7 +27,7 @@ def make_environment(home: Home, source: Path, tell: Callable[[str], None]) -> s
     """
     key = source_key(source, PARTS, [sys.version, os.path.realpath(sys.executable)])
     target = home.root / "env" / key
-    if not (target / COMPLETE).is_file():
+    if not (target / COMPLETE).is_file() or not _works(target):  # a system upgrade may take its Python away
         tell("installing ds4 and the libraries it uses; this takes a minute or two")
         _make(home, source, target)
     if os.path.realpath(home.venv) != os.path.realpath(target):
@@ -46,11 +46,20 @@ def use_environment(home: Home, given: str) -> str:
     python = target / "bin" / "python"
     if not python.exists():
         raise UsageError(f"--venv {given}: no bin/python in it; name a virtual environment")
-    if subprocess.run([python, "-I", "-c", "import ds4"], capture_output=True).returncode != 0:
+    if not _works(target):
         raise UsageError(f"--venv {given}: ds4 is not installed in it; leave the flag out to have one made")
     if os.path.realpath(home.venv) != os.path.realpath(target):
         home.link_venv(target)
     return f"{target}, as given"
+
+
+def _works(target: Path) -> bool:
+    """Whether the environment's Python starts and finds ds4."""
+    try:
+        words = [str(target / "bin" / "python"), "-I", "-c", "import ds4, numpy"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def _make(home: Home, source: Path, target: Path) -> None:

@@ -69,7 +69,8 @@ class Home:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise file_error(Path(e.filename or self.root), e) from e
-        write_file(self.var / "writable", "")
+        write_file(self.var / "probe", "")
+        (self.var / "probe").unlink(missing_ok=True)
 
     def settings(self) -> dict[str, Any]:
         """ds4.toml as it is; empty if there is none.

@@ -168,12 +168,11 @@ class Install:
 
     def _model(self) -> None:
         self._step("preparing the model")
-        given, before = self.args.model, self.settings.get("model")
+        given, before = self.args.model, self._text("model")
         engram = os.path.abspath(self.args.engram_dir) if self.args.engram_dir else None
-        ours = isinstance(before, str) and Path(before).parent == self.home.models
-        embedded = ours and Path(str(before)).name.startswith("embedded-")
-        if given is None and isinstance(before, str) and Path(before).is_file() and not embedded:
-            model, engram = Path(before), engram or self.settings.get("engram_dir")
+        embedded = Path(before).parent == self.home.models and Path(before).name.startswith("embedded-")
+        if given is None and before and Path(before).is_file() and not embedded:
+            model, engram = Path(before), engram or self._text("engram_dir") or None
             self._say(f"{model}, as before")
         elif given is None:
             folder = self._embedded_checkpoint()
@@ -189,9 +188,15 @@ class Install:
         self.settings.pop("engram_dir", None)
         if engram is not None:
             self.settings["engram_dir"] = engram
-        found = memory_for(model)
-        if found:
-            raise Ds4Error(found[0])
+        if not self.args.no_start:
+            _refuse(memory_for(model.name, model.stat().st_size))
+
+    def _text(self, name: str) -> str:
+        """A setting of ds4.toml that must be a string; empty if it is not there."""
+        value = self.settings.get(name, "")
+        if not isinstance(value, str):
+            raise UsageError(f"{self.home.toml}: {name} is {value!r}; it must be a string")
+        return value
 
     def _embedded_checkpoint(self) -> Path:
         script = ROOT / "train" / "make_toy.py"
@@ -217,10 +222,10 @@ class Install:
             self._say(f"{out} is there")
             return out
         self._ds4(["preflight", str(checkpoint)], "the checkpoint is not complete")
-        need = self._planned_bytes(checkpoint) - _size(out.with_name(out.name + ".part"))
-        found = disk(self.home.models, need)
-        if found:
-            raise Ds4Error(found[0])
+        planned = self._planned_bytes(checkpoint)  # an hour of work is refused before it, not after
+        _refuse(disk(self.home.models, planned - _size(out.with_name(out.name + ".part"))))
+        if not self.args.no_start:
+            _refuse(memory_for(out.name, planned))
         self._say(f"quantizing {checkpoint}")
         self._ds4(["quantize", str(checkpoint), "-o", str(out)], "quantizing failed")
         return out
@@ -304,6 +309,11 @@ def start_server(home: Home, tell: Callable[[str], None]) -> None:
     service.wait_until_answering(home, tell)
 
 
+def _refuse(findings: list[str]) -> None:
+    if findings:
+        raise Ds4Error("\n".join(findings))
+
+
 def _checkpoint_key(folder: Path) -> str:
     """Changes when a file of the checkpoint is replaced; contents are too many bytes to read."""
     parts = [str(os.path.realpath(folder))]
@@ -354,6 +364,9 @@ def main() -> None:
         sys.exit(2)
     except Ds4Error as e:
         print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as e:  # what the steps did not foresee: a full disk, a folder taken away
+        print(f"error: {file_error(Path(e.filename or '.'), e)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)

@@ -149,9 +149,9 @@ def _memory(need: int, what: str) -> list[str]:
     ]
 
 
-def memory_for(model: Path) -> list[str]:
-    """A finding if a base file does not fit into memory: its weights are placed there whole."""
-    return _memory(model.stat().st_size, f"the model {model.name}")
+def memory_for(model: str, nbytes: int) -> list[str]:
+    """A finding if a base of so many bytes does not fit into memory: its weights are placed there whole."""
+    return _memory(nbytes, f"the model {model}")
 
 
 def available_memory() -> int | None:

@@ -192,6 +192,41 @@ def test_a_server_that_cannot_load_is_reported(tmp_path: Path) -> None:
     assert service.status(home).state == "crashed"
 
 
+def test_an_hour_of_work_is_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that will not fit is named when it is planned, and not with --no-start: it may go elsewhere."""
+    monkeypatch.setattr("ds4.cli.machine.available_memory", lambda: 10**6)
+    for flags, refused in (([], True), (["--no-start"], False)):
+        made = install.Install(install.parse(["--dir", str(tmp_path), "--model", str(CHECKPOINT), *flags]))
+        made.home.make()
+        ran: list[list[str]] = []
+        monkeypatch.setattr(made, "_ds4", lambda words, failed, ran=ran: ran.append(words))
+        monkeypatch.setattr(made, "_planned_bytes", lambda checkpoint: 2 * 10**6)
+        if refused:
+            with pytest.raises(Ds4Error, match=r"oracle-a-.* takes"):
+                made._model()
+        else:
+            made._model()
+        assert [words[0] for words in ran] == ["preflight"] + ["quantize"] * (not refused)
+
+
+@pytest.mark.parametrize("line", ["model = 1", "port = 'x'", "port = 70000"])
+def test_settings_of_a_wrong_kind_are_named(tmp_path: Path, line: str) -> None:
+    home = Home(tmp_path)
+    home.make()
+    home.toml.write_text(line)
+    with pytest.raises(UsageError, match=r"ds4\.toml.*" + line.split()[0]):
+        install.run(["--dir", str(tmp_path), "--venv", sys.prefix])
+
+
+def test_what_was_not_foreseen_is_one_line_too(tmp_path: Path) -> None:
+    """A lock that cannot be opened: no traceback."""
+    home = Home(tmp_path / "d")
+    home.make()
+    (home.var / "install.lock").mkdir()
+    done = run(home.root, "--no-start", "--venv", sys.prefix)
+    assert done.returncode == 1 and "install.lock" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_another_host_gets_a_key(tmp_path: Path) -> None:
     made = install.Install(install.parse(["--dir", str(tmp_path), "--host", "0.0.0.0"]))
     made.settings = {"model": "m.gguf"}
@@ -214,6 +249,8 @@ def test_an_environment_is_linked_when_complete(tmp_path: Path, monkeypatch: pyt
     def fake(words: Sequence[str], log: Path, failed: str, check: bool = True) -> None:
         step = "venv" if "venv" in words else "pip" if "pip" in words else "compile"
         calls.append(step)
+        if step == "venv":
+            Path(words[-1]).mkdir()
         if step == "pip":
             source = Path(words[-1])
             assert (source / "ds4" / "cli" / "install.py").is_file() and (source / "cuda" / "common.cuh").is_file()
@@ -222,6 +259,8 @@ def test_an_environment_is_linked_when_complete(tmp_path: Path, monkeypatch: pyt
                 raise Ds4Error(failed)
 
     monkeypatch.setattr(environment, "_run", fake)
+    monkeypatch.setattr(environment, "_works", lambda target: not broken)
+    broken: list[str] = []
     with pytest.raises(Ds4Error, match="network"):
         environment.make_environment(home, ROOT, lambda _: None)
     assert not home.venv.exists()
@@ -231,6 +270,9 @@ def test_an_environment_is_linked_when_complete(tmp_path: Path, monkeypatch: pyt
     assert home.venv.resolve() == made and os.listdir(home.root / "env") == [made.name]
     environment.make_environment(home, ROOT, lambda _: None)
     assert len(calls) == 5  # nothing to do
+    broken.append("its interpreter is gone")
+    environment.make_environment(home, ROOT, lambda _: None)
+    assert len(calls) == 8
 
 
 @pytest.mark.long

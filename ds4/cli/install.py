@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -207,13 +208,13 @@ class Install:
         if not folder.is_dir():
             self._say("making the embedded checkpoint: small, of random weights, in the released layout")
             beside = folder.with_name(f"{folder.name}.part-{secrets.token_hex(4)}")
-            self._python(
-                ["-W", "ignore", str(script), "-o", str(beside)], "making the embedded checkpoint", quiet=True
-            )
             try:
+                self._python([str(script), "-o", str(beside)], "making the embedded checkpoint failed", quiet=True)
                 os.rename(beside, folder)
             except OSError as e:
                 raise file_error(folder, e) from e
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
         return folder
 
     def _quantized(self, checkpoint: Path, name: str) -> Path:

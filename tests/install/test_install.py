@@ -292,3 +292,18 @@ def test_everything_from_nothing(tmp_path: Path) -> None:
         assert "quantize" in subprocess.run([ds4, "--help"], capture_output=True, text=True, cwd="/").stdout
     finally:
         run(folder, "stop")
+
+
+def test_a_failed_embedded_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install.Install(install.parse(["--dir", str(tmp_path)]))
+    made.home.make()
+
+    def half(words: list[str], failed: str, quiet: bool = False) -> None:
+        Path(words[-1]).mkdir()
+        (Path(words[-1]) / "model-00001-of-00004.safetensors").write_bytes(b"half")
+        raise Ds4Error(failed)
+
+    monkeypatch.setattr(made, "_python", half)
+    with pytest.raises(Ds4Error, match="embedded checkpoint failed"):
+        made._model()
+    assert os.listdir(made.home.models) == []

@@ -85,7 +85,7 @@ def test_draws_follow_the_distribution(device: Device, settings: dict[str, float
     large = expected >= 5
     pooled = lambda x: np.append(x[large], x[~large].sum()) if (~large).any() else x  # noqa: E731
     assert chisquare(pooled(counts), pooled(expected)).pvalue > 1e-3
-    wrong = np.exp(logits[kept].astype(float) / (s["T"] * 1.15))
+    wrong = np.exp(logits[kept].astype(float) / (s["T"] * 1.3))
     assert chisquare(pooled(counts), pooled(wrong / wrong.sum() * n)).pvalue < 1e-4
 
 

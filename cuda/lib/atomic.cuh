@@ -18,7 +18,7 @@ SIMT_INLINE T atomic(T* p, Op op) {
 #ifdef SIMT_WATCHED
 template <class T>
 SIMT_INLINE T* atomic_target(gptr<T> p, Loc loc) {
-    simt_global_access(p.p, sizeof(T), alignof(T), true, p.span, loc);
+    simt_global_atomic(p.p, sizeof(T), p.span, loc);
     return p.p;
 }
 template <class T>

@@ -30,7 +30,7 @@ struct dim3 {
 #pragma GCC visibility push(hidden)
 namespace simt {
 
-constexpr u32 kAbi = 3;
+constexpr u32 kAbi = 4;
 constexpr u32 kMaxThreads = 1024;
 constexpr u32 kMaxParams = 32;
 
@@ -44,6 +44,7 @@ typedef std::source_location Loc;  // one pointer wide; kernels pass it by defau
 struct Span {
     const u8 *lo, *hi;
     u32 alloc_id, param;
+    void* touched;  // check images: which block touched which byte; null where nothing in the launch may write
 };
 
 struct Warp;
@@ -107,6 +108,7 @@ struct Worker {
     void* async;   // cp.async in flight, a thread each (check and count images)
     void* shadow;  // who touched which byte of shared memory (check images)
     void* tally;   // open warp requests (count images)
+    u32 launch;    // number of this launch (check images)
 };
 
 /// What EXPORT(name) leaves in an image for cuModuleGetFunction.

@@ -2,6 +2,9 @@
  *
  * Order between two accesses of shared memory is judged by clocks. Each warp has one; it moves at every barrier and
  * sync_warp, and at a barrier the warps that met learn each other's. A shuffle or a vote orders nothing, as in CUDA.
+ * Blocks of one launch have no order at all: a byte of global memory that one of them writes is no other's to read or
+ * write, except that atomics may meet.
+ *
  * A byte remembers who wrote it last and its last readers: the last of all, the last of another warp, the last other
  * lane of the same warp, which is enough to see a missing barrier in either direction.
  */
@@ -84,6 +87,35 @@ void note_load(Worker* k, Fiber* c, u64 offset, u32 n_bytes, Loc loc) {
     }
 }
 
+/// A byte of global memory in the launch that is going on: 1 + the block that wrote it, that read it.
+struct Touch {
+    u32 launch, writer, reader;
+};
+constexpr u32 kAtomic = 0x80000000u, kSeveral = 0xffffffffu;
+
+void note_global(Worker* k, const void* p, u32 n_bytes, bool store, bool atomic, const Span* span, Loc loc) {
+    if (!span->touched || (u64)k->grid.x * k->grid.y * k->grid.z == 1) return;
+    const u32 me = 1 + k->block.x + k->grid.x * (k->block.y + k->grid.y * k->block.z);
+    const u64 at = (u64)((const u8*)p - span->lo);
+    for (u32 i = 0; i < n_bytes; i++) {
+        Touch& t = ((Touch*)span->touched)[at + i];
+        if (t.launch != k->launch) t = {k->launch, 0, 0};
+        const u32 writer = t.writer & ~kAtomic;
+        const char* before = writer && writer != me && !(atomic && (t.writer & kAtomic)) ? "written"
+                             : store && t.reader && t.reader != me                       ? "read"
+                                                                                         : nullptr;
+        if (SIMT_UNLIKELY(before != nullptr))
+            simt_fault(loc,
+                       "race between blocks: byte %llu of allocation #%u (parameter %u) is %s here and was %s by "
+                       "another block of this launch",
+                       at + i, span->alloc_id, span->param + 1, store ? "written" : "read", before);
+        if (store)
+            t.writer = me | (atomic ? kAtomic : 0);
+        else
+            t.reader = t.reader && t.reader != me ? kSeveral : me;
+    }
+}
+
 u64 shared_offset(Worker* k, const void* p, u32 n_bytes, u32 align, const char* what, Loc loc) {
     const i64 offset = (const u8*)p - k->smem;
     if (offset < 0 || offset + n_bytes > k->smem_bytes)
@@ -115,7 +147,17 @@ void check_global(const void* address, u32 n_bytes, u32 align, const char* what,
 
 }  // namespace
 
+void* remember_touched(u64 n_bytes) {
+    void* m = mmap(nullptr, n_bytes * sizeof(Touch), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return m == MAP_FAILED ? nullptr : m;
+}
+
+void forget_touched(void* touched, u64 n_bytes) { munmap(touched, n_bytes * sizeof(Touch)); }
+
 void check_prepare(Worker* k) {
+    static u32 n_launches = 0;
+    k->launch = ++n_launches;
     if (!k->shadow) {
         void* m =
             mmap(nullptr, sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -184,7 +226,20 @@ using namespace simt;
 
 void simt_global_access(const void* p, u32 n_bytes, u32 align, bool store, const Span* span, Loc loc) {
     check_global(p, n_bytes, align, store ? "write" : "read", span, loc);
-    if (simt_current->worker->mode == kCount) count_global(p, n_bytes, store, span, loc);
+    Worker* k = simt_current->worker;
+    if (k->mode == kCount)
+        count_global(p, n_bytes, store, span, loc);
+    else
+        note_global(k, p, n_bytes, store, false, span, loc);
+}
+
+void simt_global_atomic(const void* p, u32 n_bytes, const Span* span, Loc loc) {
+    check_global(p, n_bytes, n_bytes, "atomic", span, loc);
+    Worker* k = simt_current->worker;
+    if (k->mode == kCount)
+        count_global(p, n_bytes, true, span, loc);
+    else
+        note_global(k, p, n_bytes, true, true, span, loc);
 }
 
 void simt_shared_access(const void* p, u32 n_bytes, u32 align, bool store, Loc loc) {
@@ -217,6 +272,7 @@ void simt_async_copy(void* to, const void* from, const Span* span, Loc loc) {
         memcpy(to, from, 16);
         return;
     }
+    note_global(k, from, 16, false, false, span, loc);
     note_store(k, c, offset, 16, false, loc);
     for (u32 i = 0; i < 16; i++) shadow(k)->byte[offset + i].pending = (u16)(c->tid + 1);
     memset(to, 0xff, 16);

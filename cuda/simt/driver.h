@@ -40,6 +40,7 @@ struct Allocation {
     u64 base, bytes;
     u32 id;
     bool mapped;
+    mutable void* touched = nullptr;  // see check.cpp
 };
 
 /// The live allocation that [address, address + bytes) lies in; null, with a text in `why`, if there is none.
@@ -67,6 +68,9 @@ void count_shared(u64 offset, u32 n_bytes, bool store, Loc loc);
 
 // ---- check.cpp
 
+/// Room to note which block touched each of so many bytes; given back with forget_touched.
+void* remember_touched(u64 n_bytes);
+void forget_touched(void* touched, u64 n_bytes);
 void check_prepare(Worker* k);
 void check_block_begin(Worker* k);
 void check_barrier(Worker* k, const Barrier& b);

@@ -60,14 +60,24 @@ CUresult check_pointers(Launch& l) {
         if (f.record->kind[i] == kScalar) continue;
         u64 address;
         memcpy(&address, l.args[i], 8);
-        l.spans[i] = {nullptr, nullptr, 0, i};
+        l.spans[i] = {nullptr, nullptr, 0, i, nullptr};
         if (address == 0) continue;
         std::string why;
         const Allocation* a = find_allocation(address, 1, why);
         if (!a)
             return refuse(CUDA_ERROR_ILLEGAL_ADDRESS, "%s: parameter %u (of %u) points to %#llx: %s", f.name.c_str(),
                           i + 1, f.record->n_params, address, why.c_str());
-        l.spans[i] = {(const u8*)a->base, (const u8*)a->base + a->bytes, a->id, i};
+        l.spans[i] = {(const u8*)a->base, (const u8*)a->base + a->bytes, a->id, i, a->touched};
+        if (f.record->mode == kCheck && f.record->kind[i] == kPointer && !a->touched)
+            a->touched = remember_touched(a->bytes);
+    }
+    for (u32 i = 0; i < f.record->n_params; i++) {  // blocks can only disturb each other where one of them may write
+        bool written = false;
+        for (u32 j = 0; j < f.record->n_params; j++)
+            written |= f.record->kind[j] == kPointer && l.spans[j].lo == l.spans[i].lo;
+        std::string why;
+        if (f.record->kind[i] != kScalar && l.spans[i].lo)
+            l.spans[i].touched = written ? find_allocation((u64)l.spans[i].lo, 1, why)->touched : nullptr;
     }
     l.checked_at = free_generation();
     return CUDA_SUCCESS;

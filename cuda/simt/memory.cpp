@@ -101,6 +101,8 @@ CUresult release(CUdeviceptr p) {
             return refuse(CUDA_ERROR_INVALID_VALUE, "allocation #%u at %#llx was freed before", d->second.id, p);
         return refuse(CUDA_ERROR_INVALID_VALUE, "%#llx is not the start of an allocation", p);
     }
+    if (it->second.touched) forget_touched(it->second.touched, it->second.bytes);
+    it->second.touched = nullptr;
     freed()[p] = it->second;
     if (g_poison) {
         memset((void*)p, 0xff, it->second.bytes);

@@ -4,6 +4,7 @@
 
 SIMT_API void simt_global_access(const void* p, u32 n_bytes, u32 align, bool store, const simt::Span* span,
                                  simt::Loc loc);
+SIMT_API void simt_global_atomic(const void* p, u32 n_bytes, const simt::Span* span, simt::Loc loc);
 SIMT_API void simt_shared_access(const void* p, u32 n_bytes, u32 align, bool store, simt::Loc loc);
 SIMT_API void simt_shared_atomic(const void* p, u32 n_bytes, simt::Loc loc);
 SIMT_API void simt_async_copy(void* to, const void* from, const simt::Span* span, simt::Loc loc);

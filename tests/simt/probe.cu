@@ -215,6 +215,25 @@ extern "C" __global__ void counters(gptr<u32> total, gptr<int> high) {
 }
 EXPORT(counters)
 
+/// How blocks meet in global memory: 0 each its own byte; 1 all write one; 2 one reads what another wrote;
+/// 3 one writes what others read; 4 atomics on one; 5 an atomic and a plain write.
+extern "C" __global__ void blocks_meet(gptr<u8> bytes, gptr<u32> word, int kind) {
+    const int b = blockIdx.x;
+    if (threadIdx.x != 0) return;
+    if (kind == 0) bytes[b] = (u8)b;
+    if (kind == 1) bytes[0] = (u8)b;
+    if (kind == 2) bytes[b] = b ? bytes[b - 1] : (u8)7;
+    if (kind == 3) {
+        if (b < 3)
+            bytes[8 + b] = bytes[3];
+        else
+            bytes[b] = 1;
+    }
+    if (kind >= 4) atomicAdd(word + 0, 1u);
+    if (kind == 5 && b == 2) word[0] = 5u;
+}
+EXPORT(blocks_meet)
+
 extern "C" __global__ void many_sums(gptr<float> out, gptr<const float> in) {
     const int t = threadIdx.x;
     float v[5];

@@ -185,6 +185,26 @@ def test_cp_async_groups_land_one_by_one(check: Rig) -> None:
     assert "is read before thread" in found.text and "waited for the cp.async" in found.text
 
 
+@pytest.mark.parametrize("kind", range(6))
+def test_blocks_of_one_launch_do_not_meet(check: Rig, kind: int) -> None:
+    """They have no order on a GPU, whatever order the driver runs them in; atomics may meet."""
+    how = {1: ("written", "written"), 2: ("read", "written"), 3: ("written", "read"), 5: ("written", "written")}
+    data, word = check.upload(np.zeros(16, np.uint8)), check.upload(np.zeros(1, np.uint32))
+    args = ("blocks_meet", Pointer(data), Pointer(word), kind)
+    for _ in range(2):  # launches come one after another: the second is no race with the first
+        if kind in how:
+            now, before = how[kind]
+            found = refusal(check.launch, *args, grid=(4, 1, 1), block=(32, 1, 1))
+            assert found.text.startswith("blocks_meet: race between blocks: byte "), found.text
+            assert f"is {now} here and was {before} by another block of this launch" in found.text
+        else:
+            check.launch(*args, grid=(4, 1, 1), block=(32, 1, 1))
+    if kind == 0:
+        assert check.download(data, 4, np.uint8).tolist() == [0, 1, 2, 3]
+    if kind == 4:
+        assert check.download(word, 1, np.uint32)[0] == 8
+
+
 def test_a_null_pointer_is_legal_until_it_is_used(greedy: Rig) -> None:
     found = refusal(greedy.launch, "copy_at", Pointer(greedy.alloc(64)), Pointer(0), 0, 0, block=(32, 1, 1))
     assert "parameter 2, which is null" in found.text

@@ -86,7 +86,7 @@ def status(home: Home) -> Status:
     state, why = saved.state, saved.why
     if not kept and state in (RUNNING, PAUSING):
         if saved.keeper.boot == boot_id():
-            state, why = CRASHED, "the watchdog is gone; the server it kept " + ("still ends" if served else "too")
+            state, why = CRASHED, "the watchdog was killed" + ("; its server is ending" if served else "")
         else:
             state, why = STOPPED, "the machine was started anew"
     told = saved.label
@@ -157,7 +157,7 @@ def _stop(home: Home) -> bool:
         if server.alive:
             found = True
             server.end(GRACE_S)
-    if found:
+    if found or saved.state in (RUNNING, PAUSING):  # the latter: both were killed and nobody wrote it down
         State(STOPPED, last.keeper, label=last.label, why="as asked").save(home.var)
     return found
 

@@ -64,7 +64,7 @@ class Usage(NamedTuple):
 def test_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds4.cli.machine.shutil.disk_usage", lambda _: Usage(10**10, 0, 500_000_000))
     said = findings(tmp_path)
-    assert "0.5 GB are free, 1.0 GB are needed" in said and "--dir" in said
+    assert "0.5 GB are free, 0.9 GB are needed" in said and "--dir" in said
     assert findings(tmp_path, need_environment=False) == ""  # the environment is what takes the space
 
 

@@ -161,7 +161,9 @@ def test_the_server_goes_with_its_watchdog(home: Home) -> None:
     state(home).keeper.send(signal.SIGKILL)
     assert server.wait(30)
     told = service.status(home)
-    assert told.state == CRASHED and "watchdog is gone" in told.line()
+    assert told.state == CRASHED and "watchdog was killed" in told.line()
+    assert not service.stop(home)  # nothing to end, and nothing left to report
+    assert service.status(home).state == STOPPED
     assert service.start(home, SLEEPER)  # and it can be started again
     assert service.status(home).state == RUNNING
 

@@ -116,7 +116,8 @@ EXPORT(two_writers)
 extern "C" __global__ void warp_exchange(gptr<float> out, gptr<const float> in, int distance, int guarded) {
     SMEM(Shared, sm);
     sm.a[threadIdx.x] = in[threadIdx.x];
-    if (guarded) sync_warp();
+    if (guarded == 1) sync_warp();
+    if (guarded == 2) shfl(1, 0);  // meets, but orders no memory
     out[threadIdx.x] = sm.a[threadIdx.x ^ distance];
 }
 EXPORT(warp_exchange)

@@ -51,13 +51,15 @@ def test_a_strided_warp(count: Rig, stride: int, sectors: int, lines: int, waves
 
 
 def test_broadcasts_count_once(count: Rig) -> None:
-    found = strided(count, 0 + 1)
+    found = strided(count, 1)
     assert found["launches"] == 1
     count.simt.ds4simt_reset_counters()
     source, out = count.upload(np.zeros(64, np.float32)), count.alloc(128)
     count.launch("strided", Pointer(out), Pointer(source), 0, block=(32, 1, 1), smem=128)
-    load = counters(count)["kernels"]["strided"]["args"]["1"]["load"]
+    found = counters(count)["kernels"]["strided"]
+    load = found["args"]["1"]["load"]
     assert (load["bytes"], load["lane_bytes"], load["sectors"], load["touched_bytes"]) == (4, 128, 1, 4)
+    assert (found["shared"]["load"]["bytes"], found["shared"]["load"]["wavefronts"]) == (4, 1)
 
 
 def test_a_formula_holds_exactly(count: Rig) -> None:

@@ -124,7 +124,9 @@ def test_two_threads_write_one_place(check: Rig) -> None:
     assert "is written here and was written by thread" in found.text
 
 
-@pytest.mark.parametrize(("distance", "guarded", "right"), [(1, 1, True), (1, 0, False), (32, 1, False)])
+@pytest.mark.parametrize(
+    ("distance", "guarded", "right"), [(1, 1, True), (1, 0, False), (32, 1, False), (1, 2, False)]
+)
 def test_sync_warp_orders_its_warp_only(check: Rig, distance: int, guarded: int, right: bool) -> None:
     x = np.arange(256, dtype=np.float32)
     out, source = check.alloc(1024), check.upload(x)

@@ -131,7 +131,8 @@ DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gpt
 #pragma unroll
         for (int r = 0; r < MAX; r++) {
             if (r >= work.count || lane >= 8) break;
-            const int slot = slot_of<MAX>(work, order, r);  // read again: eight registers less above
+            // r is below the count; read again: eight registers less above
+            const int slot = MAX == 1 ? work.first : order[work.first + r];
             const float a = clamped_swiglu(sum[0][r] * gain, sum[1][r] * up_gain, limit) * weights[slot];
             h[(i64)slot * F + w % octets * 8 + lane] = from_f32<A>(a);
         }

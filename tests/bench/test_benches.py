@@ -47,6 +47,16 @@ def test_tokens_says_what_is_wrong(base: list[str]) -> None:
     assert ran.returncode == 1 and "do not fit a context" in ran.stderr
 
 
+def test_distance(base: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("to be, or not to be")
+    code, out, printed = run("distance.py", *base, "--text", str(text), "--tokens", "8")
+    assert code == 0, printed
+    exact = out["pairs"][-1]
+    assert (exact["activations"], exact["kv"], exact["arith"]) == ("f32", "f32", "none")
+    assert exact["relative_l2"] <= 1e-4 < out["pairs"][0]["relative_l2"]
+
+
 @pytest.mark.skipif(os.environ.get("DS4_DRIVER") == "nvidia", reason="only the CPU driver counts")
 def test_traffic_reaches_hold() -> None:
     """Streams and formulas at the released shapes, on slices; bench/traffic.py without --quick takes larger ones."""

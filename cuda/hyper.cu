@@ -9,7 +9,7 @@
  *
  * Layout      x: f32 [R, S, D] (stream-major rows, read as [R, S*D] by hyper_dots); fn: f32 [M, S*D], M = S (S + 2);
  *             part: f32 [R, P, M + 1]; pre, post: f32 [R, S]; comb: f32 [R, S, S]; y: A [R, D], A = f32 or bf16.
- *             S*D and D are multiples of 4. S = HC is compiled in, M <= 32.
+ *             S*D and D are multiples of 4. S = HC is compiled in, M < 32.
  * Launch      hyper_dots: grid (P, ceil(R / 8)), block 256, P = ceil(S*D / 256): a block takes 256 columns of up to 8 rows
  *             and reads its part of fn once for all of them. hyper_mix: grid R, one warp a row, lane i = entry i of comb.
  *             hyper_collapse: grid R, block 256. hyper_expand: grid (ceil(D / 256), R), block 256, in place.
@@ -28,7 +28,9 @@ constexpr int M = S * (S + 2);
 constexpr int kThreads = 256;
 constexpr int kSlice = 256;
 constexpr int kRows = 8;
-static_assert(M <= 32 && S * S <= 32, "one lane an entry");
+constexpr int kWarps = kThreads / 32;
+constexpr int kDots = (M + kWarps) / kWarps;  // of a warp, of the M + 1
+static_assert(M < 32 && S * S <= 32, "one lane an entry, and one for the sum of squares");
 
 struct DotSmem {
     sarr<float, kRows * kSlice> x;
@@ -47,24 +49,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sst<float4>(sm.x, i, v);
     }
     sync_block();
-    for (int m = warp; m <= M; m += kThreads / 32) {
-        float4 f[2] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-        for (int j = 0; j < 2; j++) {
-            const int c = lane * 4 + 128 * j;
-            if (m < M && c < n_cols) f[j] = gld<float4>(fn, (i64)m * width + col0 + c);
+    for (int m = warp; m <= M; m += kDots * kWarps) {  // once around: the sums of a warp's dots meet together
+        float4 f[kDots][2] = {};
+#pragma unroll
+        for (int i = 0; i < kDots; i++) {
+            for (int j = 0; j < 2; j++) {
+                const int c = lane * 4 + 128 * j;
+                if (m + i * kWarps < M && c < n_cols)
+                    f[i][j] = gld<float4>(fn, (i64)(m + i * kWarps) * width + col0 + c);
+            }
         }
         for (int r = 0; r < n_rows; r++) {
-            float sum = 0.0f;
-            for (int j = 0; j < 2; j++) {
-                const float4 v = sld<float4>(sm.x, r * kSlice + lane * 4 + 128 * j);
-                const float4 g = m < M ? f[j] : v;
-                sum = fmaf(v.x, g.x, sum);
-                sum = fmaf(v.y, g.y, sum);
-                sum = fmaf(v.z, g.z, sum);
-                sum = fmaf(v.w, g.w, sum);
+            const float4 v[2] = {sld<float4>(sm.x, r * kSlice + lane * 4),
+                                 sld<float4>(sm.x, r * kSlice + lane * 4 + 128)};
+            float sum[kDots] = {};
+#pragma unroll
+            for (int i = 0; i < kDots; i++) {
+                for (int j = 0; j < 2; j++) {
+                    const float4 g = m + i * kWarps < M ? f[i][j] : v[j];
+                    sum[i] = fmaf(v[j].x, g.x, sum[i]);
+                    sum[i] = fmaf(v[j].y, g.y, sum[i]);
+                    sum[i] = fmaf(v[j].z, g.z, sum[i]);
+                    sum[i] = fmaf(v[j].w, g.w, sum[i]);
+                }
             }
-            sum = warp_sum(sum);
-            if (lane == 0) part[((i64)(row0 + r) * gridDim.x + blockIdx.x) * (M + 1) + m] = sum;
+            warp_sums(sum);
+            float mine = sum[0];
+#pragma unroll
+            for (int i = 1; i < kDots; i++) mine = lane == i ? sum[i] : mine;
+            const i64 at = ((i64)(row0 + r) * gridDim.x + blockIdx.x) * (M + 1) + m + lane * kWarps;
+            if (lane < kDots && m + lane * kWarps <= M) part[at] = mine;
         }
     }
 }
@@ -75,12 +89,11 @@ extern "C" __global__ void __launch_bounds__(32)
               gptr<const float> base, int n_slices, int width, int iters, float eps, float heps) {
     const int lane = threadIdx.x;
     const i64 row = blockIdx.x;
-    float dot = 0.0f, sum_sq = 0.0f;
-    for (int p = 0; p < n_slices; p++) {
-        const i64 at = (row * n_slices + p) * (M + 1);
-        if (lane < M) dot += part[at + lane];
-        sum_sq += part[at + M];
-    }
+    const gptr<const float> mine = part + (row * n_slices * (M + 1) + min(lane, M));  // lane M: the sum of squares
+    float dot = 0.0f;
+#pragma unroll 16  // no branch, so sixteen loads are on their way: one warp has nothing else to hide them behind
+    for (int p = 0; p < n_slices; p++) dot += mine[(i64)p * (M + 1)];
+    const float sum_sq = shfl(dot, M);
     const float mixed = dot * (1.0f / sqrtf(sum_sq / (float)width + eps));
     if (lane < S) pre[row * S + lane] = sigmoid_f(fmaf(mixed, scale[0], base[lane])) + heps;
     if (lane >= S && lane < 2 * S) post[row * S + lane - S] = 2.0f * sigmoid_f(fmaf(mixed, scale[1], base[lane]));
@@ -143,12 +156,17 @@ DEV void expand_column(gptr<float> x, gptr<const A> y, gptr<const float> post, g
     const i64 row = blockIdx.y;
     const int d = blockIdx.x * kThreads + threadIdx.x;
     if (d >= width) return;
-    float in[S];
+    // all is loaded before the first store: for all the compiler knows, a store to x changes post and comb
+    float in[S], gain[S], mix[S][S];
     for (int j = 0; j < S; j++) in[j] = x[(row * S + j) * width + d];
+    for (int k = 0; k < S; k++) {
+        gain[k] = post[row * S + k];
+        for (int j = 0; j < S; j++) mix[j][k] = comb[(row * S + j) * S + k];
+    }
     const float out = to_f32(y[row * width + d]);
     for (int k = 0; k < S; k++) {
-        float v = post[row * S + k] * out;
-        for (int j = 0; j < S; j++) v = fmaf(comb[(row * S + j) * S + k], in[j], v);
+        float v = gain[k] * out;
+        for (int j = 0; j < S; j++) v = fmaf(mix[j][k], in[j], v);
         x[(row * S + k) * width + d] = v;
     }
 }

@@ -28,6 +28,7 @@ constexpr int kWarps = 4;
 template <int PAIR, int MAX, class A>
 DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, i64 x_stride,
                   int n0, int N, int K, int R, int first, int step, int lane) {
+    if constexpr (MAX == 1) R = 1;  // known, so no branch stands between a load of x and those of the pass before
     float acc[PAIR][MAX][8] = {};
     const int n_chunks = K / C;
     Raw<F> now[PAIR] = {}, next[PAIR] = {};
@@ -143,8 +144,9 @@ DEV void linear_step(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gpt
     }
 }
 
+// four blocks a multiprocessor: 116 registers do, and loads of x would else be hoisted into 168
 #define STEP_(format, suffix, PAIR, MAX, A, B)                                                                       \
-    extern "C" __global__ void __launch_bounds__(128, 1)                                                             \
+    extern "C" __global__ void __launch_bounds__(128, MAX == 1 && sizeof(A) == 2 ? 4 : 1)                            \
         linear_step_##format##suffix(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, int R, \
                                      int N, int K, int groups, int split) {                                          \
         linear_step<PAIR, MAX, A, B>(y, codes, scales, x, R, N, K, groups, split);                                   \

@@ -22,10 +22,18 @@ constexpr int kBins = 256;
 constexpr float kMassOne = 1099511627776.0f;  // 2^40; 2^17 tokens of it stay below 2^57
 
 struct SampleSmem {
-    sarr<u64, kBins> bins;
+    sarr<u32, kBins> low;  // a bin's weight by halves: 64-bit atomics on shared memory are a loop of exchanges
+    sarr<u32, kBins> high;
     sarr<u64, 32> best;
     sarr<u64, 2> found;  // the digit, and the weight above it
 };
+
+DEV u64 weight_of(SampleSmem& sm, int bin) { return (u64)sm.high[bin] << 32 | sm.low[bin]; }
+DEV void add_weight(SampleSmem& sm, u32 bin, u64 weight) {
+    const u32 mine = (u32)weight, old = atomicAdd(&sm.low[bin], mine);
+    const u32 rest = (u32)(weight >> 32) + (u32)(old + mine < old);  // the carry is whose add went over
+    if (rest) atomicAdd(&sm.high[bin], rest);
+}
 
 // rises with the float; the two zeros are one key
 DEV u32 order_key(float v) {
@@ -63,20 +71,19 @@ DEV u32 radix_select(SampleSmem& sm, int vocab, u64 target, u64& above, Entry en
     above = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         sync_block();
-        if (threadIdx.x < kBins) sm.bins[threadIdx.x] = 0;
+        if (threadIdx.x < kBins) sm.low[threadIdx.x] = 0, sm.high[threadIdx.x] = 0;
         sync_block();
         for (int v = threadIdx.x; v < vocab; v += kThreads) {
             u32 key;
             u64 weight;
             const bool counts = entry(v, key, weight);
-            if (counts && (shift == 24 || key >> (shift + 8) == prefix))
-                atomicAdd(&sm.bins[key >> shift & 255u], weight);
+            if (counts && (shift == 24 || key >> (shift + 8) == prefix)) add_weight(sm, key >> shift & 255u, weight);
         }
         sync_block();
         if (threadIdx.x < 32) {  // lane i looks after bins 8 i .. 8 i + 7; the search runs from the top bin down
             const int lane = threadIdx.x;
             u64 mine = 0;
-            for (int b = 0; b < 8; b++) mine += sm.bins[8 * lane + b];
+            for (int b = 0; b < 8; b++) mine += weight_of(sm, 8 * lane + b);
             u64 upto = mine;  // weight of my bins and all above
             for (int d = 1; d < 32; d *= 2) {
                 const u64 other = shfl_down(upto, d);
@@ -86,7 +93,7 @@ DEV u32 radix_select(SampleSmem& sm, int vocab, u64 target, u64& above, Entry en
             if (higher < target && target <= above + upto) {
                 u64 sum = higher;
                 int b = 7;
-                for (; b > 0 && sum + sm.bins[8 * lane + b] < target; b--) sum += sm.bins[8 * lane + b];
+                for (; b > 0 && sum + weight_of(sm, 8 * lane + b) < target; b--) sum += weight_of(sm, 8 * lane + b);
                 sm.found[0] = 8 * lane + b;
                 sm.found[1] = sum;
             }

@@ -134,6 +134,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "    for (int m = 16; m; m >>= 1) v = max",
         SAMPLE + "test_greedy_takes_the_lowest_of_equals",
     ),
+    Mutant(
+        "sample-carry-dropped",
+        "sample.cu",
+        "(u32)(weight >> 32) + (u32)(old + mine < old);",
+        "(u32)(weight >> 32);",
+        SAMPLE + "test_truncated_sets_are_exact",
+    ),
     # -- norm.cu
     Mutant(
         "norm-epsilon-doubled",

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <atomic>
 #include <thread>
 #include "driver.h"
@@ -19,6 +20,7 @@ namespace simt {
 namespace {
 
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
+constexpr u64 kAwakeNs = 100000;
 constexpr size_t kStackSlot = kStackBytes + kGuardBytes;
 
 struct Pool {
@@ -46,6 +48,20 @@ std::mutex& fault_lock() {
 std::string& fault_text() {
     static std::string& s = *new std::string;
     return s;
+}
+
+u64 now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (u64)t.tv_sec * 1000000000u + (u64)t.tv_nsec;
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
 }
 
 __attribute__((noinline)) Fiber* current() { return simt_current; }
@@ -213,11 +229,13 @@ void worker_main(u32 id) {
     u32 seen = 0;
     for (;;) {
         u32 g;
-        for (u32 spins = 0; (g = p.generation.load(std::memory_order_acquire)) == seen; spins++) {
-            if (spins < 64)
-                sched_yield();
-            else
-                p.generation.wait(seen, std::memory_order_acquire);
+        // A replay's launches follow within microseconds and waking takes far longer: stay awake for a while, then sleep.
+        u64 tired = 0;
+        while ((g = p.generation.load(std::memory_order_acquire)) == seen) {
+            for (u32 i = 0; i < 32 && p.generation.load(std::memory_order_relaxed) == seen; i++) relax();
+            const u64 t = now_ns();
+            if (tired == 0) tired = t + kAwakeNs;
+            if (t > tired) p.generation.wait(seen, std::memory_order_acquire);
         }
         seen = g;
         u64 block;
@@ -317,8 +335,12 @@ bool run_job(const Job& job, std::string& fault) {
         p.generation.notify_all();
         k->generation = g, k->shared_counter = true;
         work(k, job, false);
-        for (u32 spins = 0; p.n_done.load(std::memory_order_acquire) < n; spins++)
-            if (spins > 200) sched_yield();
+        for (u32 spins = 0; p.n_done.load(std::memory_order_acquire) < n; spins++) {
+            if (spins < 200)
+                relax();
+            else
+                sched_yield();
+        }
     } else {
         work(k, job, false);
     }

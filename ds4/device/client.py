@@ -215,6 +215,7 @@ class Device:
             raise DeviceError(
                 f"{kernel.name} is compiled with {', '.join(missing)}: give them by device.with_constants"
             )
+        self.context.refuse_in_capture(f"the first launch of {kernel.name}")  # it loads the kernel
         constants = {name: self.constants[name] for name in kernel.constants}
         unit = Unit(kernel.source, defines_of(constants, kernel.defines))
         key = (self.builder, unit, self.variant)

@@ -103,7 +103,7 @@ class Context:
         self._dropped: list[tuple[int, int]] = []
         self._dropped_bytes = 0
         self._staged: list[Array] = []
-        self._thread = 0
+        self._bound = threading.local()  # per thread, not by its number: a new thread may get that of one that ended
         device = driver.call("cuDeviceGet", 0)
         self._context = driver.call("cuDevicePrimaryCtxRetain", device)
         self.bind_thread()
@@ -134,9 +134,9 @@ class Context:
 
     def bind_thread(self) -> None:
         """Make the context current in the calling thread, if it is not."""
-        if threading.get_ident() != self._thread:
+        if not hasattr(self._bound, "yes"):
             self.driver.call("cuCtxSetCurrent", self._context)
-            self._thread = threading.get_ident()
+            self._bound.yes = True
 
     def close(self) -> None:
         """The process ends: from here on destructors leave the driver alone."""
@@ -144,8 +144,7 @@ class Context:
 
     def call(self, name: str, *args: Any) -> Any:
         """A driver call in this context."""
-        if threading.get_ident() != self._thread:
-            self.bind_thread()
+        self.bind_thread()
         return self.driver.call(name, *args)
 
     def refuse_in_capture(self, what: str) -> None:
@@ -237,6 +236,7 @@ class Context:
         if array.nbytes:
             self.call("cuMemcpyDtoHAsync", array.ctypes.data, buffer.ptr, array.nbytes, self.stream.handle)
             self.stream.sync()
+            self._staged.clear()  # copied too: they went to the same stream
         return array
 
     def refuse_freed(self, buffer: Buffer) -> None:

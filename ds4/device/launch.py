@@ -29,6 +29,7 @@ ALLOWED = (
     *(ast.Expression, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod),
     *(ast.Name, ast.Load, ast.Constant),
 )
+UNASKED_SMEM = 48 << 10  # bytes a block may have before more is asked for
 NO_BUILTINS: dict[str, Any] = {"__builtins__": {}}
 
 
@@ -195,7 +196,11 @@ class Launcher:
         base = ctypes.addressof(self._slots)
         self._pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
         self._parameters = ctypes.addressof(self._pointers)
-        self._largest_smem = 48 * 1024  # more has to be asked for
+        # Dynamic and static shared memory share the 48 KB that need no asking (the CPU driver has none of the latter).
+        # The question also makes a driver that loads functions late load this one, which it could not in a capture.
+        names = context.driver.api.CUfunction_attribute
+        static = context.call("cuFuncGetAttribute", names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+        self._largest_smem = UNASKED_SMEM - int(static)
         self._launch = context.driver.api.cuLaunchKernel
         self._compare(kinds)
 

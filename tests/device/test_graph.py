@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
@@ -12,9 +13,18 @@ from ds4.errors import DeviceError
 from tests.device.rows import BUMP, REVERSE, SCALE
 
 
+_numbers = itertools.count()  # constants that no view of the shared device has yet
+
+
 @pytest.fixture
 def dev(device: Device) -> Device:
-    return device.with_constants({"WIDTH": 5})
+    """A device that has run every kernel of these tests once: a capture cannot load one."""
+    dev = device.with_constants({"WIDTH": 5})
+    x, y, n, o = dev.zeros(4, "f32"), dev.empty(4, "f32"), dev.zeros(1, "u32"), dev.zeros(1, "u32")
+    dev.launch(SCALE, y, x, 4, 2.0)
+    dev.launch(REVERSE, y, x, 4)
+    dev.launch(BUMP, n, o, 0)
+    return dev
 
 
 @pytest.mark.parametrize("device", ["greedy", "fast", "count"], indirect=True)
@@ -98,6 +108,20 @@ def test_what_a_graph_cannot_hold_is_refused(dev: Device) -> None:
         raise DeviceError("nothing")
     assert not dev.capturing
     assert dev.download(dev.zeros(2, "f32")).tolist() == [0, 0]  # the device works on
+
+
+def test_a_capture_loads_no_kernel(dev: Device) -> None:
+    """Not even of a file that is loaded: a driver may load functions one by one, at their first launch."""
+    fresh = dev.with_constants({"WIDTH": 5, "OTHER": next(_numbers)})
+    n, o = dev.zeros(1, "u32"), dev.zeros(1, "u32")
+    with pytest.raises(DeviceError, match="first launch of bump inside a capture"), fresh.capture():
+        fresh.launch(BUMP, n, o, 0)
+    assert not fresh.capturing
+    fresh.launch(BUMP, n, o, 0)
+    with fresh.capture() as graph:
+        fresh.launch(BUMP, n, o, 0)
+    graph.replay()
+    assert dev.download(n).tolist() == [2]
 
 
 def test_the_driver_itself_refuses_an_allocation_in_capture(dev: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -79,6 +80,25 @@ def test_another_thread_may_take_the_device(dev: Device) -> None:
 
         assert pool.submit(work).result() == 1800.0
     assert float(dev.download(x).sum()) == 300.0
+
+
+def test_a_thread_with_the_number_of_one_that_ended(dev: Device) -> None:
+    """The context is current a thread, and numbers are used again as soon as a thread has ended."""
+    x, sums, numbers = dev.upload(np.ones(300, np.float32)), [], []
+
+    def work() -> None:
+        y = dev.empty(300, "f32")
+        dev.launch(SCALE, y, x, 300, 3.0)
+        sums.append(float(dev.download(y).sum()))
+        numbers.append(threading.get_ident())
+
+    for _ in range(4):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert sums == [900.0] * 4
+    if len(set(numbers)) == 4:
+        pytest.skip("this system did not use a thread's number twice")
 
 
 def test_workers_move_no_bit(device: Device) -> None:

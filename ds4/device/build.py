@@ -39,6 +39,7 @@ DRIVER_FLAGS = (
 HOST_FLAGS = (
     *("-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unused-variable"),
+    "-Wframe-larger-than=49152",  # a thread's stack is 64 KB there
     *("-fno-trapping-math", "-fno-exceptions", "-fno-rtti", *ARITHMETIC_FLAGS),
 )
 MACHINE_FLAGS = {"x86_64": ("-march=x86-64-v3", "-mno-red-zone"), "aarch64": ("-march=armv8.2-a",)}

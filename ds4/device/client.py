@@ -17,7 +17,7 @@ from ds4.device.build import Builder, Unit, default_cuda_dir, defines_of
 from ds4.device.context import Context, DeviceInfo, Event, Stream
 from ds4.device.driver import PROFILES, Mode, load
 from ds4.device.graph import Graph, capture
-from ds4.device.kernels import Kernel
+from ds4.device.kernels import Kernel, for_file
 from ds4.device.launch import Launcher
 from ds4.device.memory import NUMPY, Array, Buffer, kind_of
 from ds4.errors import DeviceError
@@ -232,7 +232,11 @@ class Device:
     def _image(self, unit: Unit) -> bytes:
         if self.variant == "gpu":
             return self.builder.gpu(unit, self.info.arch)[0]
-        return f"ds4-simt-image 1\npath={self.builder.host(unit, self.variant)}\n".encode() + b"\0"
+        lines = ["ds4-simt-image 1", f"path={self.builder.host(unit, self.variant)}"]
+        lines += [
+            f"max_threads.{row.name}={row.block}" for row in for_file(unit.source) if isinstance(row.block, int)
+        ]
+        return "\n".join([*lines, ""]).encode() + b"\0"
 
     def capture(self) -> contextlib.AbstractContextManager[Graph]:
         """`with device.capture() as graph:` records what is submitted inside; `graph.replay()` runs it."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ds4.device import Device, Kernel
+from ds4.device.kernels.hyper import HYPER_MIX
 from ds4.device.launch import evaluate, expression, parse_argument, signature
 from ds4.errors import DeviceError
 from tests.device.rows import BUMP, REVERSE, SCALE, WIDEN
@@ -238,3 +239,15 @@ def test_rows_evaluate_by_name() -> None:
     assert evaluate(REVERSE, "smem", {"n": 5}) == 20 and evaluate(SCALE, "smem", {}) == 0
     with pytest.raises(DeviceError, match="scale: grid needs axis R"):
         evaluate(SHAPED, "grid", {"D": 1})
+
+
+def test_launch_bounds_reach_the_driver(device: Device) -> None:
+    """More threads than a kernel was compiled for: the driver refuses, not only the launch table."""
+    if device.info.driver != "simt":
+        pytest.skip("the CPU driver's own check")
+    wide = dataclasses.replace(HYPER_MIX, block=64)
+    dev = device.with_constants({"HC": 2})
+    out = [dev.empty((1, 2), "f32"), dev.empty((1, 2), "f32"), dev.empty((1, 2, 2), "f32")]
+    given = [dev.zeros((1, 1, 9), "f32"), dev.zeros((3,), "f32"), dev.zeros((8,), "f32")]
+    with pytest.raises(DeviceError, match="64 threads"):
+        dev.launch(wide, *out, *given, 1, 1, 1, 1e-20, 1e-6, R=1, S=2, P=1, M=8)

@@ -196,8 +196,8 @@ class Launcher:
         base = ctypes.addressof(self._slots)
         self._pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
         self._parameters = ctypes.addressof(self._pointers)
-        # Dynamic and static shared memory share the 48 KB that need no asking (the CPU driver has none of the latter).
-        # The question also makes a driver that loads functions late load this one, which it could not in a capture.
+        # Static shared memory (the CPU driver has none) is part of the 48 KB that need no asking. The question also
+        # makes a driver that loads functions late load this one now, which it could not in a capture.
         names = context.driver.api.CUfunction_attribute
         static = context.call("cuFuncGetAttribute", names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
         self._largest_smem = UNASKED_SMEM - int(static)

@@ -25,6 +25,7 @@ from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
 
 HEAD_ROWS = 32  # rows of logits at a time
+MOST_ROWS = 65535  # of a pass: rows are an axis of many grids that a GPU limits to this
 
 
 class Cancelled(Exception):
@@ -90,16 +91,17 @@ class Prefill:
             out = np.full((ext.end - ext.start, self.config.vocab_size), np.nan, np.float32)
         below = self.config.last_kv_source if ext.bounded else None
         slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if below is None or layer <= below]
-        tickets = self.feed.request(tokens, ext.start, min(self.chunk, ext.end - ext.start), slots)
+        chunk = min(self.chunk, MOST_ROWS)
+        tickets = self.feed.request(tokens, ext.start, min(chunk, ext.end - ext.start), slots)
         at = ext.start
         while at < ext.end:
             if cancelled is not None and cancelled():
                 raise Cancelled
-            count = min(self.chunk, ext.end - at)
+            count = min(chunk, ext.end - at)
             mine = tickets
             ahead = at + count
             if ahead < ext.end:
-                tickets = self.feed.request(tokens, ahead, min(self.chunk, ext.end - ahead), slots)
+                tickets = self.feed.request(tokens, ahead, min(chunk, ext.end - ahead), slots)
             p = self._pass(at, count)
             for g, ticket in mine.items():
                 p.engram_rows[g].write(ticket.wait().reshape(-1))

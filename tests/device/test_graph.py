@@ -12,7 +12,6 @@ from ds4.device import Device
 from ds4.errors import DeviceError
 from tests.device.rows import BUMP, REVERSE, SCALE
 
-
 _numbers = itertools.count()  # constants that no view of the shared device has yet
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ds4.base.reader import Base
 from ds4.device import Device
-from ds4.engine import Engine, Sampling, state
+from ds4.engine import Engine, Sampling, prefill, state
 from ds4.engine.weights import placed_bytes
 from ds4.errors import CapacityError, Ds4Error, RequestError, UsageError
 from tests.engine.conftest import DATA
@@ -25,6 +25,16 @@ def test_a_common_prefix_is_kept(engines: Callable[..., Engine]) -> None:
     session.sync(ids[:25] + [9, 9], on_progress=lambda done, all_: seen.append((done, all_)))
     session.sync(ids[:25] + [9, 9], on_progress=lambda done, all_: seen.append((done, all_)))
     assert seen == [(20, 20), (10, 10), (2, 2)]
+
+
+def test_a_pass_stays_within_a_gpus_grid(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever chunk is asked for: more rows than a grid's second axis holds go in several passes."""
+    assert prefill.MOST_ROWS == 2**16 - 1
+    session, ids = engines("oracle-a").session(), prompt("oracle-a", 12)
+    monkeypatch.setattr(prefill, "MOST_ROWS", 5)
+    seen: list[int] = []
+    session.sync(ids, chunk=100_000, on_progress=lambda done, _: seen.append(done))
+    assert seen == [5, 10, 12]
 
 
 def test_drawn_tokens_extend_the_timeline(engines: Callable[..., Engine]) -> None:

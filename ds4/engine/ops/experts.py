@@ -214,7 +214,7 @@ def experts(
 
 
 def moe_sum(dev: Device, y: Buffer, y_slots: Buffer, shared: Buffer, R: int) -> None:
-    """y[r,d] = sum_j y_slots[r,j,d] (rising j) + shared[r,d], rounded once. y, shared: A [R,D]; y_slots: f32 [R,k,D]."""
+    """y[r,d] = sum_j y_slots[r,j,d] (rising j) + shared[r,d], rounded once. y, shared: A [R,D]; y_slots: f32."""
     k, D = y_slots.shape[-2:]
     dev.launch(MOE_SUM[y.dtype], y, y_slots, shared, k, D, R=R)
 

@@ -63,7 +63,8 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
     const int o = t & 7, m_warp = warp / 2 * 32, n_warp = warp % 2 * 32;
     x += (i64)blockIdx.z * K;
 
-    uint4 held[kN * 8 / kThreads];
+    constexpr int kEach = kN * 8 / kThreads;
+    Raw8<F> held[kEach] = {};  // decoded only when the tile before has been multiplied
     auto fetch_x = [&](int tile) {
         const int k = column(K, tile, o), stage = (tile & 1) * kM * kPitch;
         for (int i = 0; i < kM * 8 / kThreads; i++) {
@@ -80,18 +81,19 @@ DEV void linear_prefill(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, 
     auto fetch_w = [&](int tile) {
         const int k = column(K, tile, o);
 #pragma unroll
-        for (int i = 0; i < kN * 8 / kThreads; i++) {
+        for (int i = 0; i < kEach; i++) {
             const int n = n0 + (t + i * kThreads) / 8;
-            float w[8] = {};
-            if (k < K && n < per_group) weight8<F>(codes, scales, first_row + n, K, k, w);
-            held[i] = pack8(w);
+            if (k < K && n < per_group) load_weight8<F>(held[i], codes, scales, first_row + n, K, k);
         }
     };
     auto store_w = [&](int tile) {
+        const int k = column(K, tile, o);
 #pragma unroll
-        for (int i = 0; i < kN * 8 / kThreads; i++) {
+        for (int i = 0; i < kEach; i++) {
             const int n = (t + i * kThreads) / 8;
-            sst<uint4>(sm.w, (tile & 1) * kN * kPitch + n * kPitch + o * 8, held[i]);
+            float w[8] = {};
+            if (k < K && n0 + n < per_group) decode_weight8<F>(held[i], k, w);
+            sst<uint4>(sm.w, (tile & 1) * kN * kPitch + n * kPitch + o * 8, pack8(w));
         }
     };
 

@@ -26,10 +26,12 @@ extern "C" __global__ void __launch_bounds__(32)
     SMEM_DYN(u32, key, E * 4);  // a lane touches only its own e = lane, lane + 32, ... until the sync below
     const int lane = threadIdx.x;
     const i64 row = blockIdx.x;
+#pragma unroll 12  // loads alone, so that they travel together: what follows has branches
+    for (int e = lane; e < E; e += 32) score[e] = u[row * E + e], key[e] = __float_as_uint(bias[e]);
     for (int e = lane; e < E; e += 32) {
-        const float s = sqrtf(softplus_f(u[row * E + e] / gate_temp));
+        const float s = sqrtf(softplus_f(score[e] / gate_temp));
         score[e] = s;
-        key[e] = ordered(s + bias[e]);
+        key[e] = ordered(s + __uint_as_float(key[e]));
     }
     int mine = 0;  // lane j keeps pick j
     for (int j = 0; j < k; j++) {

@@ -190,33 +190,44 @@ DEV void decode_tail(const Raw<F>& r, int lane, float (&w)[8]) {
     decode8<F>(r.code, r.more, 0, r.scale, factor, low, w);
 }
 
-/// Columns k .. k + 7 of row n (k a multiple of 8), wherever they lie: for prefill tiles.
+/// The bytes of eight columns, wherever they lie: for prefill tiles, which load now and decode a tile later.
 template <int F>
-DEV void weight8(gptr<const u8> codes, gptr<const u8> scales, i64 n, int n_cols, int k, float (&w)[8]) {
+struct Raw8 {
+    uint4 code, more;  // `more`: as in Raw
+    u32 scale;
+};
+
+/// Columns k .. k + 7 of row n, k a multiple of 8.
+template <int F>
+DEV void load_weight8(Raw8<F>& r, gptr<const u8> codes, gptr<const u8> scales, i64 n, int n_cols, int k) {
     constexpr int P = passes_of(F), B = code_bytes_of(F), C = 256 * P;
     const i64 row = n * (n_cols / 8) * B;
     const int whole = n_cols / C * C, chunk = k / C, in = k % C, j = in / 256, lane = in % 256 / 8;
     const bool tail = k >= whole;
-    uint4 code = make_uint4(0, 0, 0, 0), more = make_uint4(0, 0, 0, 0);
     if constexpr (B == 32) {
         const int n_lanes = tail ? (n_cols - whole) / 8 : 32;
-        code = gld_nc<uint4>(codes, row + (i64)chunk * 1024 + lane * 16);
-        more = gld_nc<uint4>(codes, row + (i64)chunk * 1024 + lane * 16 + n_lanes * 16);
+        r.code = gld_nc<uint4>(codes, row + (i64)chunk * 1024 + lane * 16);
+        r.more = gld_nc<uint4>(codes, row + (i64)chunk * 1024 + lane * 16 + n_lanes * 16);
     } else {
         const i64 at = row + (tail ? (i64)(k / 8) * B : (i64)(chunk * P * 32 * B) + lane * 16 + j * B);
-        if constexpr (B == 16) code = gld_nc<uint4>(codes, at);
+        if constexpr (B == 16) r.code = gld_nc<uint4>(codes, at);
         if constexpr (B == 8) {
             const uint2 v = gld_nc<uint2>(codes, at);
-            code.x = v.x, code.y = v.y;
+            r.code.x = v.x, r.code.y = v.y;
         }
-        if constexpr (B == 4) code.x = gld_nc<u32>(codes, at);
+        if constexpr (B == 4) r.code.x = gld_nc<u32>(codes, at);
     }
     const int g = tail ? k / 32 : chunk * 8 * P + lane / 4 * P + j;
-    u32 scale = 0;
+    if constexpr (F == kQ8) r.scale = gld_nc<u16>(scales, n * scale_stride<F>(n_cols) + g * 2);
+    if constexpr (F == kFP4) r.scale = gld_nc<u8>(scales, n * scale_stride<F>(n_cols) + g);
+    if constexpr (F == kFP8) r.scale = gld_nc<u8>(scales, n / 32 * scale_stride<F>(n_cols) + g);
+    if constexpr (F == kQ4K) r.more = gld_nc<uint4>(scales, head_at(n, n_cols, k / 256));
+}
+
+/// The same as values.
+template <int F>
+DEV void decode_weight8(const Raw8<F>& r, int k, float (&w)[8]) {
     float factor = 0.0f, low = 0.0f;
-    if constexpr (F == kQ8) scale = gld_nc<u16>(scales, n * scale_stride<F>(n_cols) + g * 2);
-    if constexpr (F == kFP4) scale = gld_nc<u8>(scales, n * scale_stride<F>(n_cols) + g);
-    if constexpr (F == kFP8) scale = gld_nc<u8>(scales, n / 32 * scale_stride<F>(n_cols) + g);
-    if constexpr (F == kQ4K) q4k_pair(gld_nc<uint4>(scales, head_at(n, n_cols, k / 256)), k % 256 / 32, factor, low);
-    decode8<F>(code, more, 0, scale, factor, low, w);
+    if constexpr (F == kQ4K) q4k_pair(r.more, k % 256 / 32, factor, low);
+    decode8<F>(r.code, r.more, 0, r.scale, factor, low, w);
 }

@@ -124,7 +124,11 @@ DEV void attention_body(gptr<A> out, gptr<float> part, gptr<float> part_ml, gptr
     int turn = warp * 2 * kTurn;
     for (; slot0 < end; slot0 += kKeys) {
         Key<Row> keys[kKeys];
+        i32 pick[kKeys];
         u32 valid = 0;
+#pragma unroll
+        for (int n = 0; n < kKeys; ++n)  // no branch between these loads, which all keys of the group wait for
+            pick[n] = slot0 + n >= window && slot0 + n < end ? (i32)picks[(i64)row * topk + slot0 + n - window] : -1;
 #pragma unroll
         for (int n = 0; n < kKeys; ++n) {
             const int slot = slot0 + n;
@@ -139,10 +143,9 @@ DEV void attention_body(gptr<A> out, gptr<float> part, gptr<float> part_ml, gptr
                 else
                     keys[n].window(ring, at % ring_rows, c0);
             } else {
-                const i32 pick = picks[(i64)row * topk + slot - window];
-                if (pick < 0) continue;
+                if (pick[n] < 0) continue;
                 valid |= 1u << n;
-                if (mine) keys[n].compressed(comp, pick, c0);
+                if (mine) keys[n].compressed(comp, pick[n], c0);
             }
         }
         if (valid == 0) {

@@ -279,7 +279,7 @@ def _nvrtc(path: Path, include: Path, unit: Unit, arch: str) -> tuple[bytes, str
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        raw = b" " * size
+        raw = b" " * (size + 1)  # NVRTC writes into it, and Python shares the strings of one byte
         nvrtc.nvrtcGetProgramLog(program, raw)
         log = raw.rstrip(b" \0").decode(errors="replace")
         if error:

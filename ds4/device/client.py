@@ -116,6 +116,10 @@ class Device:
 
     # -- memory
 
+    def free_bytes(self) -> int:
+        """What the driver calls free now. On unified memory it does not count what the page cache would give back."""
+        return int(self.context.call("cuMemGetInfo")[0])
+
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Buffer:
         """Memory as the driver gives it; under the check build every byte is 0xFF, which is NaN in a float type."""
         made = self._allocate(shape, dtype)

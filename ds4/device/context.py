@@ -27,7 +27,7 @@ class DeviceInfo:
     Attributes:
         name: as the driver says.   driver: "nvidia" or "simt".   cc: compute capability, (12, 1).
         arch: "sm_121".   n_sm: multiprocessors.   smem_per_block: bytes, the opt-in limit.
-        threads_per_block, regs_per_block: limits.   memory: bytes.
+        threads_per_block, regs_per_block: limits.   memory: bytes.   unified: it is the host's memory.
     """
 
     name: str
@@ -39,6 +39,7 @@ class DeviceInfo:
     threads_per_block: int
     regs_per_block: int
     memory: int
+    unified: bool
 
 
 class Stream:
@@ -130,6 +131,7 @@ class Context:
             threads_per_block=ask("MAX_THREADS_PER_BLOCK"),
             regs_per_block=ask("MAX_REGISTERS_PER_BLOCK"),
             memory=int(self.driver.call("cuMemGetInfo")[1]),
+            unified=self.driver.kind == "simt" or ask("INTEGRATED") == 1,
         )
 
     def bind_thread(self) -> None:

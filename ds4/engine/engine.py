@@ -91,14 +91,15 @@ class Engine:
         if chunk < 1:
             raise UsageError(f"chunk is {chunk}; it must be at least 1")
         base = Base.open(path, engram_dir)
-        left = _check_memory(base, mem_budget_mb)
+        opened = device or Device.open()
+        left = _check_memory(base, mem_budget_mb, opened)
         tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
             table = base.engram_table(g)
             stores.append(RowStore(table.path, table.weight_offset, table.scale_offset, table.rows, table.head_dim))
         feed = NgramFeed(base.config, _tables(base), stores)
-        dev = (device or Device.open()).with_constants(kernel_constants(base.config))
+        dev = opened.with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
         options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left)
         return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev))
@@ -117,14 +118,14 @@ def _tables(base: Base) -> EngramTables:
     return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
-def _check_memory(base: Base, budget_mb: int | None) -> int | None:
+def _check_memory(base: Base, budget_mb: int | None, device: Device) -> int | None:
     """Weights must fit before the first upload (other engines die minutes later); what the budget leaves for a
     sequence's state is returned, None without a budget.
     """
     need = placed_bytes(base)
     if budget_mb is not None and need > budget_mb << 20:
         raise CapacityError(f"{base.path}: the weights take {need >> 20} MB, the budget is {budget_mb} MB")
-    available = _available_bytes()
+    available = _available_bytes() if device.info.unified else device.free_bytes()
     if available is not None and need > available:
         raise CapacityError(
             f"{base.path}: the weights take {need >> 20} MB, {available >> 20} MB of memory are available; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ds4.device import Device
 from ds4.engine import Engine, Sampling, prefill, state
 from ds4.engine.weights import placed_bytes
 from ds4.errors import CapacityError, Ds4Error, RequestError, UsageError
+from tests.base.toys import toy_base, toy_dir
 from tests.engine.conftest import DATA
 from tests.engine.test_against_teacher import prompt
 
@@ -35,6 +37,18 @@ def test_a_pass_stays_within_a_gpus_grid(engines: Callable[..., Engine], monkeyp
     seen: list[int] = []
     session.sync(ids, chunk=100_000, on_progress=lambda done, _: seen.append(done))
     assert seen == [5, 10, 12]
+
+
+def test_a_discrete_gpus_own_memory_is_what_weights_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory decides only where the device shares it."""
+    device = Device.open(simt="fast", workers=1)
+    path = toy_base("oracle-a", bits=9)
+    device.info = dataclasses.replace(device.info, unified=False)
+    monkeypatch.setattr(device, "free_bytes", lambda: 1 << 20)
+    with pytest.raises(CapacityError, match="1 MB of memory are available"):
+        Engine.open(path, engram_dir=toy_dir("oracle-a"), device=device)
+    device.info = dataclasses.replace(device.info, unified=True)
+    Engine.open(path, engram_dir=toy_dir("oracle-a"), device=device).close()
 
 
 def test_drawn_tokens_extend_the_timeline(engines: Callable[..., Engine]) -> None:

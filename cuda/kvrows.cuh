@@ -44,7 +44,11 @@ DEV constexpr int stage_floats(int n) { return n / 16 * 20; }
 
 DEV void warp_load16(float (&v)[16], sptr<float> stage, gptr<const float> p, int n) {
     const int lane = threadIdx.x % 32;
-    for (int i = lane * 4; i < n; i += 128) sst<float4>(stage, i + i / 16 * 4, gld<float4>(p, i));
+#pragma unroll
+    for (int at = 0; at < n; at += 128) {  // n is a constant where this is called: all loads are on their way at once
+        const int i = at + lane * 4;
+        if (i < n) sst<float4>(stage, i + i / 16 * 4, gld<float4>(p, i));
+    }
     sync_warp();
     if (lane * kLaneCh >= n) return;
 #pragma unroll
@@ -74,12 +78,18 @@ DEV void store16(gptr<bf16> p, i64 i, const float (&v)[16]) {
 DEV void rope16(float (&v)[16], int c0, int width, int rope, i32 pos, gptr<const float> freq, float direction) {
     const int first = width - rope;
     if (c0 + 16 <= first) return;
+    float f[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // these loads in a loop of their own: the next has branches, and they would wait
+        const int c = c0 + 2 * i - first;
+        f[i] = c >= 0 && c < rope ? (float)freq[c / 2] : 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
         const int c = c0 + i - first;
         if (c >= 0 && c < rope) {
             float sine, cosine;
-            sincos_f((float)pos * freq[c / 2], sine, cosine);
+            sincos_f((float)pos * f[i / 2], sine, cosine);
             sine *= direction;
             const float re = v[i], im = v[i + 1];
             v[i] = re * cosine - im * sine;

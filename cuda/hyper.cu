@@ -134,7 +134,9 @@ DEV void collapse_row(gptr<A> y, gptr<const float> x, gptr<const float> pre, gpt
         sum_sq = fmaf(v, v, sum_sq);
     }
     const float scale = 1.0f / sqrtf(block_sum<kThreads>(sum_sq) / (float)width + eps);
-    for (int d = threadIdx.x; d < width; d += kThreads) y[row * width + d] = from_f32<A>(h[d] * scale * w[d]);
+#pragma unroll 4  // w by the read-only path: loads of it need not wait for the stores to y
+    for (int d = threadIdx.x; d < width; d += kThreads)
+        y[row * width + d] = from_f32<A>(h[d] * scale * gld_nc<float>(w, d));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -24,7 +24,9 @@ DEV void rms_norm(gptr<Y> y, gptr<const X> x, gptr<const float> w, int width, fl
         sum_sq = fmaf(v, v, sum_sq);
     }
     const float scale = 1.0f / sqrtf(block_sum<kThreads>(sum_sq) / (float)width + eps);
-    for (int d = threadIdx.x; d < width; d += kThreads) y[row + d] = from_f32<Y>(to_f32(x[row + d]) * scale * w[d]);
+#pragma unroll 4  // w by the read-only path: loads of it need not wait for the stores to y
+    for (int d = threadIdx.x; d < width; d += kThreads)
+        y[row + d] = from_f32<Y>(to_f32(x[row + d]) * scale * gld_nc<float>(w, d));
 }
 
 #define NORM(name, X, Y)                                                              \

@@ -38,8 +38,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hyper-collapse-epsilon-doubled",
         "hyper.cu",
-        "(float)width + eps);\n    for (int d = threadIdx.x; d < width; d += kThreads) y[",
-        "(float)width + 2.0f * eps);\n    for (int d = threadIdx.x; d < width; d += kThreads) y[",
+        "block_sum<kThreads>(sum_sq) / (float)width + eps",
+        "block_sum<kThreads>(sum_sq) / (float)width + 2.0f * eps",
         HYPER + "test_collapse_is_a_norm_of_the_weighted_streams",
     ),
     Mutant(

@@ -52,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
             items[(item + i) * 4 + 3] = 0;
         }
         int found = 0;
+#pragma unroll 8  // read-only loads: they need not wait for the stores to order
         for (int p = 0; p < P; p++) {
-            if (picks[p] == e) order[at + found++] = p;
+            if (gld_nc<i32>(picks, p) == e) order[at + found++] = p;
         }
     }
 }

@@ -213,7 +213,7 @@ def test_an_hour_of_work_is_refused_before_it(tmp_path: Path, monkeypatch: pytes
 def test_settings_of_a_wrong_kind_are_named(tmp_path: Path, line: str) -> None:
     home = Home(tmp_path)
     home.make()
-    home.toml.write_text(line)
+    home.toml.write_text(line if line.startswith("port") else f"{line}\nport = {free_port()}")
     with pytest.raises(UsageError, match=r"ds4\.toml.*" + line.split()[0]):
         install.run(["--dir", str(tmp_path), "--venv", sys.prefix])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,10 +36,18 @@ def until(true: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
     made = Home(tmp_path / "d")
     made.make()
+    made.save_settings({"port": free_port()})
     made.link_venv(Path(sys.prefix))
     yield made
     service.stop(made)
@@ -110,13 +119,14 @@ def test_one_watchdog_a_folder(home: Home) -> None:
 
 
 def test_start_status_stop(home: Home) -> None:
-    home.save_settings({"port": 18431, "model": "m.gguf"})
+    port = free_port()
+    home.save_settings({"port": port, "model": "m.gguf"})
     assert service.start(home, SLEEPER)
     until(lambda: state(home).server)
     told = service.status(home)
-    assert (told.state, told.port, told.model, told.answering) == (RUNNING, 18431, "m.gguf", False)
+    assert (told.state, told.port, told.model, told.answering) == (RUNNING, port, "m.gguf", False)
     assert told.pid is not None and told.watchdog_pid is not None
-    assert f"process {told.pid}" in told.line() and ":18431" in told.line() and "m.gguf" in told.line()
+    assert f"process {told.pid}" in told.line() and f":{port}" in told.line() and "m.gguf" in told.line()
     assert json.loads(told.json())["pid"] == told.pid
     both = [Process.of(told.pid), Process.of(told.watchdog_pid)]
     assert not service.start(home, SLEEPER)  # once is enough
@@ -128,10 +138,10 @@ def test_start_status_stop(home: Home) -> None:
 
 
 def test_other_settings_restart_the_server(home: Home) -> None:
-    home.save_settings({"model": "a.gguf", "port": 18432})
+    home.save_settings({"model": "a.gguf", "port": free_port()})
     service.start(home, SLEEPER)
     first = state(home).keeper
-    home.save_settings({"model": "b.gguf", "port": 18432})
+    home.save_settings({"model": "b.gguf", "port": free_port()})
     assert service.start(home, SLEEPER)
     assert not first.alive
     assert service.status(home).model == "b.gguf"
@@ -169,7 +179,7 @@ def test_the_server_goes_with_its_watchdog(home: Home) -> None:
 
 
 def test_a_killed_server_is_started_again(home: Home) -> None:
-    home.save_settings({"port": 18433})
+    home.save_settings({"port": free_port()})
     service.start(home, SLEEPER, ["--backoff", "0.01"])
     until(lambda: state(home).server)
     first = state(home).server
@@ -219,7 +229,7 @@ def test_a_broken_state_file_is_no_state(home: Home, text: str) -> None:
 
 def test_two_starts_at_once(home: Home) -> None:
     """The second waits for the first, then finds the server running."""
-    home.save_settings({"port": 18434})
+    home.save_settings({"port": free_port()})
     text = (
         "import sys; from ds4.cli import service; from ds4.cli.home import Home; from pathlib import Path; "
         f"print(service.start(Home(Path({str(home.root)!r})), {SLEEPER!r}))"
@@ -242,8 +252,6 @@ def test_a_long_log_is_shortened(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()

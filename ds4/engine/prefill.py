@@ -79,7 +79,7 @@ class Prefill:
 
         Args:
             logits: "none", "last" (into `last`, f32 [1, V]), or "all" (returned; `last` is filled too).
-            tap: sees every layer's entry streams, chunk by chunk (only under `full`).
+            tap: sees every layer's entry streams, chunk by chunk, of the rows that the layer runs.
 
         Returns:
             f32 [n, V] for "all", NaN where a bounded replay computed no row; else None.
@@ -107,10 +107,10 @@ class Prefill:
                 p.engram_rows[g].write(ticket.wait().reshape(-1))
             begin(p, self.weights, self._ids(tokens, at, count), self._one_hot(count))
             if below is None:
-                self._layers(p, 0, tap)
+                self._layers(p, 0, at, tap)
                 self._logits(p, at, ext, logits, last, out)
             else:
-                self._encoder_half(p, at, ext, below)
+                self._encoder_half(p, at, ext, below, tap)
             self.device.sync()
             at += count
             if not ext.bounded:
@@ -118,7 +118,7 @@ class Prefill:
             if on_progress:
                 on_progress(at - ext.start, ext.end - ext.start)
         if below is not None:
-            self._decoder_half(tokens, ext, below, logits, last, out)
+            self._decoder_half(tokens, ext, below, logits, last, out, tap)
             self.state.position = ext.end
         return out
 
@@ -141,21 +141,25 @@ class Prefill:
         buffer.write(np.tile(np.eye(1, self.config.hc_mult, dtype=np.float32), (count, 1)))
         return buffer
 
-    def _layers(self, p: Pass, first: int, tap: Tap | None = None) -> None:
+    def _layers(self, p: Pass, first: int, at: int, tap: Tap | None) -> None:
         for lw in self.weights.layers[first:]:
             if tap:
-                tap(lw.layer, p.x)
+                tap(lw.layer, at, p.x)
             run_whole_layer(p, lw)
         if tap:
-            tap(self.config.num_hidden_layers, p.x)
+            tap(self.config.num_hidden_layers, at, p.x)
 
-    def _encoder_half(self, p: Pass, at: int, ext: Extent, split: int) -> None:
+    def _encoder_half(self, p: Pass, at: int, ext: Extent, split: int, tap: Tap | None) -> None:
         """Layers below the split, then the split's engram, compressor and index keys; keep the replayed rows'
         streams.
         """
         for lw in self.weights.layers[:split]:
+            if tap:
+                tap(lw.layer, at, p.x)
             run_whole_layer(p, lw)
         lw = self.weights.layers[split]
+        if tap:
+            tap(split, at, p.x)
         apply_engram(p, lw)
         publish(p, lw, attention_input(p, lw))
         first = max(at, ext.replay_from)
@@ -177,7 +181,7 @@ class Prefill:
 
     def _decoder_half(
         self, tokens: Sequence[int], ext: Extent, split: int, logits: str, last: Buffer,
-        out: NDArray[np.float32] | None,
+        out: NDArray[np.float32] | None, tap: Tap | None,
     ) -> None:  # fmt: skip
         """The split layer's attention and everything after it, for the last window of positions."""
         count = ext.end - ext.replay_from
@@ -194,7 +198,7 @@ class Prefill:
         lw = self.weights.layers[split]
         attend(p, lw, attention_input(p, lw))
         feed_forward(p, lw)
-        self._layers(p, split + 1)
+        self._layers(p, split + 1, ext.replay_from, tap)
         self._logits(p, ext.replay_from, ext, logits, last, out)
         self.device.sync()
 

@@ -27,19 +27,19 @@ def score(
     """Arrays of an OUT.npz: `logits_TV` f32; with `streams` also `streams_LTSD` f32 (L + 1 entries: entering each
     layer before its engram, then after the last) and `hash_rows_TGN` i64.
 
+    Rows that a bounded replay does not compute are NaN, in the logits and in the streams from the split on.
+
     Raises:
-        UsageError: `split` outside 1..T, or streams under bounded replay, which has no rows for most positions.
+        UsageError: `split` outside 1..T.
     """
     c, n = engine.config, len(ids)
     split = n if split is None else split
     if not 1 <= split <= n:
         raise UsageError(f"--split is {split}; it must be between 1 and the {n} tokens given")
-    if streams and engine.options.prefill == "replay":
-        raise UsageError("--streams needs --prefill full: a bounded replay computes only the last window of rows")
-    taken: list[list[NDArray[np.float32]]] = [[] for _ in range(c.num_hidden_layers + 1)]
+    taken = np.full((c.num_hidden_layers + 1 if streams else 0, n, c.hc_mult, c.hidden_size), np.nan, np.float32)
 
-    def tap(layer: int, x: Buffer) -> None:
-        taken[layer].append(engine.device.download(x))
+    def tap(layer: int, first: int, x: Buffer) -> None:
+        taken[layer, first : first + x.shape[0]] = engine.device.download(x)
 
     session = engine.session()
     rows = [session.sync(ids[:split], logits="all", on_progress=on_progress, tap=tap if streams else None)]
@@ -51,6 +51,6 @@ def score(
         "logits_TV": np.concatenate([r for r in rows if r is not None])
     }
     if streams:
-        out["streams_LTSD"] = np.stack([np.concatenate(layer) for layer in taken])
+        out["streams_LTSD"] = taken
         out["hash_rows_TGN"] = engine.feed.rows(list(ids), 0, n)
     return out

@@ -23,7 +23,8 @@ from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
 
 MAX_ROWS = 8
-Tap = Callable[[int, Buffer], None]  # (layer, streams on entry); layer L: streams after the last one
+# (layer, position of the first row, streams on entry); layer L: streams after the last one
+Tap = Callable[[int, int, Buffer], None]
 
 
 @dataclass
@@ -138,11 +139,11 @@ class StepRunner:
             begin(p, self.weights, self.ids.view(0, (p.R,), "i32"), self.one_hot)
         for layer in range(first, end):
             if tap:
-                tap(layer, p.x)
+                tap(layer, p.state.position, p.x)
             run_layer(p, self.weights.layers[layer])
         if end == self.config.num_hidden_layers:
             if tap:
-                tap(end, p.x)
+                tap(end, p.state.position, p.x)
             head(p, self.weights, self.logits.view(0, (p.R, self.config.vocab_size), "f32"), 0, p.R)
 
     def _publishes(self, owner: int, position: int) -> bool:

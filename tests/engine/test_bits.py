@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ds4.engine import Cancelled, Engine, Sampling, Session
+from ds4.engine.score import score
 from ds4.errors import Ds4Error
 from tests.engine.test_against_teacher import prompt
 
@@ -69,6 +70,18 @@ def test_several_syncs_equal_one_under_full(engines: Callable[..., Engine]) -> N
         parts.sync(ids[:end])
     assert state_of(whole) == state_of(parts)
     assert np.array_equal(whole.logits(), parts.logits())
+
+
+def test_streams_of_a_bounded_replay_are_those_of_the_rows_that_ran(engines: Callable[..., Engine]) -> None:
+    """Up to the split's entry every row and the full pass's bits; from there on the last window, NaN before it."""
+    ids = prompt("oracle-e", 47)
+    full, replay = engines("oracle-e"), engines("oracle-e", prefill="replay")
+    want, got = (score(e, ids, split=45, streams=True)["streams_LTSD"] for e in (full, replay))
+    split, ran = full.config.last_kv_source, 45 - full.config.sliding_window
+    assert got.shape == want.shape
+    assert np.array_equal(got[: split + 1, :45], want[: split + 1, :45])
+    assert np.isnan(got[split + 1 :, :ran]).all() and np.isfinite(got[split + 1 :, ran:]).all()
+    assert not np.array_equal(got[split + 1 :, ran:45], want[split + 1 :, ran:45])
 
 
 def test_short_replay_is_full(engines: Callable[..., Engine]) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.base.types import tensor_bytes
+from ds4.checkpoint.files import require_regular
 from ds4.errors import FileFormatError
 
 MAGIC = b"GGUF"
@@ -83,6 +84,7 @@ def read_container(path: str | Path) -> Container:
         FileFormatError: the file cannot be read or is not a whole, consistent GGUF v3 file.
     """
     p = Path(path)
+    require_regular(p)
     try:
         with open(p, "rb") as f:
             size = os.fstat(f.fileno()).st_size

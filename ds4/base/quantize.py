@@ -29,6 +29,7 @@ from ds4.base.reader import Base
 from ds4.base.source import as_rows, digest, matrix_rows
 from ds4.base.types import FP8_32X32
 from ds4.checkpoint.names import companion
+from ds4.checkpoint.preflight import engram_shard_problems
 from ds4.checkpoint.reader import Checkpoint
 from ds4.errors import FileFormatError, UsageError
 
@@ -129,6 +130,8 @@ class _Job:
         self.workers, self.assigner = workers, assigner
         if tables is None and c.engram_layer_ids:
             raise UsageError("the model has engram layers: their tables must be derived from its tokenizer first")
+        if problems := engram_shard_problems(checkpoint.path, c, checkpoint.infos):
+            raise FileFormatError(problems[0])  # the finished base could not be opened
         self.bits = expert_bits(c, bits)
         self.planned = plan(c, bits)
         self.metadata = self._metadata()

@@ -72,7 +72,7 @@ class Base:
         """Map a base and check everything that a load promises.
 
         Args:
-            engram_dir: where the engram shards are; what is not there is looked for beside the base.
+            engram_dir: where the engram shards are, and nowhere else; None: beside the base.
             with_shards: False leaves the shards alone (for a listing of the file).
 
         Raises:

@@ -1,17 +1,21 @@
 """Engram shards: from `table_path` in a base to a file that is there, of the right size, and nowhere else.
 
-A base carries the path of the machine that built it; only its file name counts. It is looked for in the
-engram folder, then beside the base. Refused: names that are no plain file name, links that lead out of the
-folder, extents that do not fit the file, and a file whose size is not what its table says.
+A base may carry the absolute path of the machine that built it; only its last part counts. The file is looked
+for in the engram folder if one is given, else beside the base, and nowhere else. Refused: relative paths, names
+that are no plain file name, links that lead out of the folder, extents that do not fit the file, and a file
+whose size is not what its table says.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds4.checkpoint.files import link_that_leads_out
 from ds4.checkpoint.safetensors import read_header
+from ds4.checkpoint.scan import plain_file_name
 from ds4.errors import FileFormatError
 from ds4.model.config import ModelConfig
 
@@ -36,15 +40,24 @@ def resolve(
     """One reference an engram layer.
 
     Raises:
-        FileFormatError: a key is missing or lies, or a shard is absent or of the wrong size.
+        FileFormatError: a key is missing or lies, a shard is absent or of the wrong size, or no `engram_dir`.
     """
-    folders = ([Path(engram_dir)] if engram_dir is not None else []) + [base.parent]
+    folder = base.parent if engram_dir is None else Path(engram_dir)
+    try:
+        return _resolve(meta, config, base, folder)
+    except OSError as e:
+        raise FileFormatError(f"{e.filename or folder}: cannot be looked at ({e.strerror or e})") from e
+
+
+def _resolve(meta: dict[str, Any], config: ModelConfig, base: Path, folder: Path) -> list[EngramTableRef]:
+    if not folder.is_dir():
+        raise FileFormatError(f"{base}: --engram-dir {folder}: no such folder")
     refs = []
     for g, rows in enumerate(config.engram_num_embeddings):
         where = f"{base}: engram table {g}"
         name = plain_name(meta.get(f"{PREFIX}{g}.table_path"), where)
         offsets = [_offset(meta, f"{PREFIX}{g}.{key}", where) for key in ("weight_offset", "scale_offset")]
-        path = _find(name, folders, where)
+        path = _find(name, folder, where)
         ref = EngramTableRef(path, offsets[0], offsets[1], rows, config.engram_head_dim)
         _check_size(ref, where)
         refs.append(ref)
@@ -52,16 +65,24 @@ def resolve(
 
 
 def plain_name(table_path: object, where: str) -> str:
-    """The file name at the end of a path of any system.
+    """The file name that a `table_path` stands for: itself, or the last part of an absolute path (POSIX, or
+    Windows with a drive), which says where the shard was on another machine.
 
     Raises:
-        FileFormatError: not a string, or nothing that names a file.
+        FileFormatError: not a string, a relative path, or nothing that names a file.
     """
     if not isinstance(table_path, str):
         raise FileFormatError(f"{where}: table_path is missing")
-    name = table_path.replace("\\", "/").rsplit("/", 1)[-1]
-    if name in ("", ".", "..") or "\0" in name:
-        raise FileFormatError(f"{where}: table_path {table_path!r} does not end in a file name")
+    if table_path.startswith("/"):
+        name = table_path.rsplit("/", 1)[-1]
+    elif re.match(r"[A-Za-z]:[\\/]", table_path):
+        name = re.split(r"[\\/]", table_path)[-1]
+    else:
+        name = table_path
+    if not plain_file_name(name):
+        raise FileFormatError(
+            f"{where}: table_path {table_path!a} is neither a file name nor an absolute path to a file"
+        )
     return name
 
 
@@ -72,18 +93,15 @@ def _offset(meta: dict[str, Any], key: str, where: str) -> int:
     return v
 
 
-def _find(name: str, folders: list[Path], where: str) -> Path:
-    for folder in folders:
-        path = folder / name
-        if not path.exists():
-            continue
-        if path.resolve().parent != folder.resolve():
-            raise FileFormatError(f"{where}: {path} is a link that leads out of {folder}; put the file itself there")
-        if not path.is_file():
-            raise FileFormatError(f"{where}: {path} is not a file")
-        return path
-    looked = " or ".join(str(f) for f in folders)
-    raise FileFormatError(f"{where}: shard {name} is not in {looked}; use --engram-dir to say where it is")
+def _find(name: str, folder: Path, where: str) -> Path:
+    path = folder / name
+    if not path.exists():
+        raise FileFormatError(f"{where}: shard {name} is not in {folder}; use --engram-dir to say where it is")
+    if fault := link_that_leads_out(path, folder):
+        raise FileFormatError(f"{where}: {path} {fault}")
+    if not path.is_file():
+        raise FileFormatError(f"{where}: {path} is not a file")
+    return path
 
 
 def _check_size(ref: EngramTableRef, where: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ds4.checkpoint.files import require_regular
 from ds4.errors import FileFormatError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -50,14 +50,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Names and places of all tensors of one file, in the order of their data.
 
     Raises:
-        FileFormatError: unreadable, cut off, or a header that does not describe the file exactly.
+        FileFormatError: unreadable, not a regular file, cut off, or a header that does not describe the file exactly.
     """
+    require_regular(path)
     try:
         with path.open("rb") as f:
-            status = os.fstat(f.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise FileFormatError(f"{path}: is not a regular file")
-            size = status.st_size
+            size = os.fstat(f.fileno()).st_size
             if size < 8:
                 raise FileFormatError(f"{path}: is cut off: {size} bytes, a safetensors file begins with 8 of length")
             n = int.from_bytes(f.read(8), "little")

@@ -1,7 +1,9 @@
 """gguf.py: against the `gguf` package both ways, and every refusal of a hand-made file."""
 
+import os
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -202,9 +204,21 @@ def test_every_cut_of_the_tiny_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent.gguf"):
-        with pytest.raises(FileFormatError, match="cannot be read"):
+    for path, message in (
+        (tmp_path, "is a folder, not a regular file"),
+        (tmp_path / "absent.gguf", "cannot be read"),
+    ):
+        with pytest.raises(FileFormatError, match=message):
             read_container(path)
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening it would wait for a writer for ever, so here opening anything is a failure."""
+    os.mkfifo(tmp_path / "x.gguf")
+    monkeypatch.setattr("builtins.open", forbidden := Mock(side_effect=AssertionError("opened")))
+    with pytest.raises(FileFormatError, match=r"x\.gguf: is a pipe, not a regular file"):
+        read_container(tmp_path / "x.gguf")
+    forbidden.assert_not_called()
 
 
 @given(st.data())

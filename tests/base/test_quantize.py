@@ -17,6 +17,7 @@ import pytest
 from ds4.base import output
 from ds4.base.quantize import quantize
 from ds4.base.reader import Base
+from ds4.checkpoint.preflight import preflight
 from ds4.checkpoint.reader import Checkpoint
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from tests.base.toys import small_checkpoint, tables, toy_base, toy_dir
@@ -303,6 +304,21 @@ def test_a_checkpoint_without_its_tokenizer(tmp_path: Path) -> None:
         with pytest.raises(FileFormatError, match=r"tokenizer\.json"):
             quantize(folder, tmp_path / "x.gguf", tables(NAME), bits=6)
         assert names(tmp_path) == ["c"]
+
+
+def test_an_engram_shard_that_is_a_link_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would refuse the finished base; parts of an earlier run stay as they are."""
+    folder = copy_checkpoint(tmp_path / "c")
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    (tmp_path / "x.gguf.part").write_text("earlier")
+    with pytest.raises(FileFormatError, match="copy or hard-link") as e:
+        quantize(folder, tmp_path / "x.gguf", tables(NAME), bits=6)
+    assert [str(e.value)] == preflight(folder)
+    assert names(tmp_path) == ["blob", "c", "x.gguf.part"]
+    assert (tmp_path / "x.gguf.part").read_text() == "earlier"
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -297,6 +297,35 @@ def test_a_real_header_with_wrong_bytes_is_refused_or_still_right(tmp_path: Path
     assert places == {(i.name, i.dtype, i.shape, i.offset) for i in Checkpoint.open(ORACLE).infos.values()}
 
 
+def test_only_shards_with_engram_tables_may_not_be_links_out_of_the_folder(tmp_path: Path) -> None:
+    """The layout of a download cache: names in one folder, all of them links to files in another."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "names").mkdir()
+    path = sharded(tmp_path / "names")
+    for file in sorted(path.iterdir()):
+        file.rename(tmp_path / "blobs" / file.name)
+        file.symlink_to(Path("..", "blobs", file.name))
+    engram = path / "model-00005-of-00005.safetensors"
+    assert preflight(path) == [
+        f"{engram}: holds engram tables and is a link that leads out of {path}; "
+        "copy or hard-link that shard into the folder in its place"
+    ]
+    assert Checkpoint.open(path).engram_rows(1, np.array([3])).shape == (1, 32)  # the teacher may read it
+    engram.unlink()
+    engram.hardlink_to(tmp_path / "blobs" / engram.name)
+    assert preflight(path) == []
+    (path / "deep").mkdir()
+    engram.rename(path / "deep" / engram.name)
+    engram.symlink_to(path / "deep" / engram.name)
+    assert preflight(path) == []
+
+
+def test_an_engram_shard_whose_name_a_base_cannot_hold(tmp_path: Path) -> None:
+    path = sharded(tmp_path, index=False)
+    (path / "model-00005-of-00005.safetensors").rename(path / "a\\b.safetensors")
+    assert preflight(path) == [f"{path}: shard 'a\\\\b.safetensors' holds engram tables: give it a plain file name"]
+
+
 def test_engram_parts_in_two_shards(tmp_path: Path) -> None:
     t = stored()
     part = {"layers.1.engram.embed.scale": t.pop("layers.1.engram.embed.scale")}

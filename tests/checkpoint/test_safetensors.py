@@ -1,9 +1,12 @@
 """The container's header: what is read, and that every lie is one named error."""
 
 import json
+import os
+import socket
 import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,10 +131,24 @@ def test_length_prefix(tmp_path: Path, data: bytes, message: str) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="cannot be read"):
         read_header(tmp_path / "absent.safetensors")
-    with pytest.raises(FileFormatError, match=r"cannot be read|not a regular file"):
+    with pytest.raises(FileFormatError, match="is a folder, not a regular file"):
         read_header(tmp_path)
-    with pytest.raises(FileFormatError, match="not a regular file"):
+    with pytest.raises(FileFormatError, match="is a device, not a regular file"):
         read_header(Path("/dev/null"))
+
+
+def test_pipes_and_sockets_are_refused_before_they_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a pipe would wait for a writer for ever, so here opening anything is a failure."""
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    monkeypatch.chdir(tmp_path)  # a socket's path may have about 100 bytes
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind("socket.safetensors")
+        monkeypatch.setattr(Path, "open", Mock(side_effect=AssertionError("opened")))
+        for kind in ("pipe", "socket"):
+            with pytest.raises(FileFormatError, match=rf"{kind}\.safetensors: is a {kind}, not a regular file"):
+                read_header(tmp_path / f"{kind}.safetensors")
 
 
 @settings(max_examples=400, deadline=None)

@@ -56,6 +56,7 @@ def test_only_the_last_part_of_an_absolute_table_path_counts(tmp_path: Path, tex
         "x\\{}",
         "\\\\host\\x\\{}",
         "C:{}",
+        "C:x\\{}",
         "/x\\..\\{}",
         "{}/",
         "{}\0",

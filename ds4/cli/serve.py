@@ -15,7 +15,7 @@ from pathlib import Path
 from ds4 import __version__
 from ds4.cli.main import guarded
 from ds4.cli.model_flags import add_model_flags
-from ds4.errors import Ds4Error, UsageError
+from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import is_loopback, listen, make_server
@@ -84,6 +84,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def check_model(args: argparse.Namespace) -> None:
+    """What can be known of the model without loading it: headers, tables, shards.
+
+    Raises:
+        Ds4Error: it cannot be loaded, and why.
+    """
+    from ds4.base.reader import Base
+
+    path = Path(args.model)
+    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+        raise FileFormatError(f"{path}: is not a regular file; -m takes a base file (.gguf)")
+    try:
+        Base.open(path, args.engram_dir)
+    except OSError as e:
+        raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
+
+
 def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
     """The engine that the flags ask for, ready to answer."""
     from ds4.engine import Engine
@@ -106,7 +123,7 @@ def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal; running requests get `Limits.drain_s` to end.
+    """Serve until a signal; running requests get `Limits.drain_s` to end, then they are cancelled and told so.
 
     Raises:
         Ds4Error: the port is in use, or the model cannot be loaded.
@@ -116,9 +133,14 @@ def run(argv: Sequence[str]) -> int:
     log.setLevel(logging.INFO)
     limits = Limits(queue=args.queue)
     sock = listen(args.host, args.port)
+    try:
+        check_model(args)
+    except BaseException:
+        sock.close()
+        raise
     connections: Connections = {}
     worker = Worker(lambda progress: open_engine(args, progress), limits.queue, on_failed=lambda: stop())
-    server = make_server(make_app(worker, limits, args.api_key, connections), connections, limits)
+    server = make_server(make_app(worker, limits, args.api_key, connections), connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:
         server.should_exit = True

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ds4.errors import Ds4Error
-from ds4.server.edge import Connections, Edge, Stalled, read_body
+from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
 from ds4.server.openai import Answer, model_card, model_list, read_chat, read_completion
@@ -41,7 +41,7 @@ def make_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     routes = Routes(worker, limits)
-    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
+    app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
@@ -55,7 +55,7 @@ def make_app(
 async def _own_error(_: Request, error: Exception) -> Response:
     if not isinstance(error, (Ds4Error, Gone, Stalled)):
         log.exception("a request failed", exc_info=error)
-    return error_response(error)
+    return error.response() if isinstance(error, TooLarge) else error_response(error)
 
 
 async def _route_error(request: Request, error: Exception) -> Response:

@@ -8,15 +8,17 @@ import logging
 from typing import Protocol
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4.errors import RequestError
-from ds4.server.errors import HttpError, error_response
+from ds4.server.errors import HttpError, error_body, error_response, json_bytes, stopping
 from ds4.server.outbox import Gone
 from ds4.server.request import Limits
 
 log = logging.getLogger("ds4.server")
 OPEN_PATHS = ("/health",)  # no key needed: watchdogs have none
+PAUSE_S = 2.0  # a sender of an unwanted body that is silent for so long has read its answer
 
 
 class Connection(Protocol):
@@ -55,6 +57,13 @@ class Edge:
                 await self._app(scope, receive, guarded)
             except (Gone, Stalled):
                 raise
+            except asyncio.CancelledError:  # uvicorn's last word, past the drain
+                if guarded.begun:
+                    log.info("%s: cut off by the end of the server", scope["path"])
+                    self._cut(scope)
+                    await asyncio.sleep(0)  # the connection hears of it before uvicorn asks how the request ended
+                else:
+                    await error_response(stopping())(scope, receive, guarded)
             except Exception as e:
                 if not guarded.begun:
                     await error_response(e)(scope, receive, guarded)
@@ -107,43 +116,75 @@ class _Send:
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The whole body, at most `limits.body_bytes`.
 
-    A body that is too large is read on for a while and thrown away, so that its sender gets to read the answer.
-
     Raises:
-        HttpError: 413 or 408.
+        TooLarge: by its Content-Length, before a byte is read, or by what came.
+        HttpError: 408.
         Gone: the client left in the middle.
     """
-    headers = request.headers
-    length = headers.get("content-length", "")
-    too_large = length.isdecimal() and int(length) > limits.body_bytes
-    if too_large and "expect" in headers:
-        raise _too_large(limits)
+    length = request.headers.get("content-length", "").lstrip("0")
+    if length.isdecimal() and (len(length) > 18 or int(length) > limits.body_bytes):
+        raise TooLarge(limits)
     body = bytearray()
-    seen = 0
     try:
         async with asyncio.timeout(limits.body_s):
             more = True
-            while more and seen <= 8 * limits.body_bytes:
+            while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Gone
-                seen += len(message.get("body", b""))
-                too_large |= seen > limits.body_bytes
-                body = bytearray() if too_large else body + message.get("body", b"")
+                body += message.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    raise TooLarge(limits)
                 more = message.get("more_body", False)
     except TimeoutError as e:
         raise HttpError(
             408, f"the request did not arrive within {limits.body_s:g} s", "timeout", headers={"Connection": "close"}
         ) from e
-    if too_large:
-        raise _too_large(limits)
     if not body:
         raise RequestError("the body is empty; it must be a JSON object", code="invalid_json")
     return bytes(body)
 
 
-def _too_large(limits: Limits) -> HttpError:
-    return HttpError(
-        413, f"the request is larger than {limits.body_bytes} bytes", "request_too_large",
-        headers={"Connection": "close"},
-    )  # fmt: skip
+class TooLarge(HttpError):
+    """413. Answered by `response`, which knows that a body may be on its way."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(
+            413, f"the request is larger than {limits.body_bytes} bytes", "request_too_large",
+            headers={"Connection": "close"},
+        )  # fmt: skip
+        self._limits = limits
+
+    def response(self) -> Response:
+        return _Lingering(self, self._limits)
+
+
+class _Lingering(Response):
+    """An answer, complete at once, whose connection stays a while.
+
+    A connection closed on unread bytes is reset, and a client that is still sending may lose the answer: what comes
+    is read and thrown away, up to eight times the limit, until it pauses.
+    """
+
+    def __init__(self, error: TooLarge, limits: Limits) -> None:
+        super().__init__(json_bytes(error_body(error)), error.status, error.headers, media_type="application/json")
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        if b"expect" not in dict(scope["headers"]):  # else the client waits to be asked for its body
+            await self._discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _discard(self, receive: Receive) -> None:
+        seen, more = 0, True
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while more and seen <= 8 * self._limits.body_bytes:
+                    async with asyncio.timeout(PAUSE_S):
+                        message = await receive()
+                    seen += len(message.get("body", b""))
+                    more = message.get("more_body", False)  # a disconnect has none
+        except TimeoutError:
+            pass

@@ -31,6 +31,11 @@ def overloaded(message: str, code: str, retry_s: int = 1) -> HttpError:
     return HttpError(503, message, code, headers={"Retry-After": str(retry_s)})
 
 
+def stopping() -> HttpError:
+    """What a request is told that the server's end cuts short."""
+    return overloaded("the server is stopping", "shutting_down", 5)
+
+
 def status_of(error: BaseException) -> int:
     if isinstance(error, HttpError):
         return error.status

@@ -109,8 +109,11 @@ class Fields:
         return float(value)
 
     def refuse(self, name: str, accepted: Sequence[object], why: str) -> None:
-        """A field that exists in the API and not here: `accepted` values change nothing, any other is an error."""
+        """A field that exists in the API and not here: `accepted` values change nothing, any other is an error.
+
+        `why` goes on after the name.
+        """
         value = self.raw.get(name)
         if value is None or any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
             return
-        raise RequestError(f"{self._where}{name}: {why}", self._where + name, "unsupported_parameter")
+        raise RequestError(f"{self._where}{name} {why}", self._where + name, "unsupported_parameter")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import logging
 import socket
+from collections.abc import Callable
 from typing import cast
 
 import h11
@@ -17,6 +19,8 @@ from ds4.errors import Ds4Error, UsageError
 from ds4.server.edge import Connections
 from ds4.server.errors import HttpError, error_body, json_bytes
 from ds4.server.request import Limits
+
+log = logging.getLogger("ds4.server")
 
 
 def is_loopback(host: str) -> bool:
@@ -52,8 +56,30 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def make_server(app: ASGIApp, connections: Connections, limits: Limits) -> uvicorn.Server:
-    """uvicorn with its own logging off; `connections` is kept up to date."""
+class _Server(uvicorn.Server):
+    """uvicorn whose drain ends in answers: it would cancel the tasks and leave their clients without one."""
+
+    def __init__(self, config: uvicorn.Config, drain_s: float, drained: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain_s, self._drained = drain_s, drained
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._drained)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def make_server(
+    app: ASGIApp, connections: Connections, limits: Limits, drained: Callable[[], None]
+) -> uvicorn.Server:
+    """uvicorn with its own logging off.
+
+    Args:
+        connections: kept up to date.
+        drained: called on the loop when the drain is over and requests may still run: it should end them.
+    """
 
     class Protocol(H11Protocol):
         """HTTP/1.1 whose connections can be cut, from outside and when no request comes."""
@@ -76,6 +102,7 @@ def make_server(app: ASGIApp, connections: Connections, limits: Limits) -> uvico
 
         def send_400_response(self, msg: str) -> None:
             """What is no HTTP gets the same shape of error as everything else."""
+            log.info("invalid HTTP from %s: %s", "{}:{}".format(*self.client or "??"), msg)
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 body = json_bytes(error_body(HttpError(400, msg, "invalid_http")))
                 headers = [("content-type", "application/json"), ("connection", "close")]
@@ -96,6 +123,6 @@ def make_server(app: ASGIApp, connections: Connections, limits: Limits) -> uvico
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(limits.drain_s) or 1,
+        timeout_graceful_shutdown=cast("int", limits.drain_s + limits.close_s),  # any number will do
     )
-    return uvicorn.Server(config)
+    return _Server(config, limits.drain_s, drained)

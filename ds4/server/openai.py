@@ -32,13 +32,6 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
         RequestError: names the field, or says that the context is too short (code context_length_exceeded).
     """
     _refuse_common(fields)
-    fields.refuse("logprobs", [False], f"{LATER}: log-probabilities")
-    fields.refuse("top_logprobs", [0], f"{LATER}: log-probabilities")
-    for name in ("tools", "functions"):
-        fields.refuse(name, [[]], f"{LATER}: tools")
-    response_format = fields.nested("response_format")
-    if response_format is not None:
-        response_format.refuse("type", ["text"], f"{LATER}: structured output")
     messages = fields.items("messages")
     if not messages:
         raise RequestError("messages is missing or empty; a prompt needs at least one", "messages")
@@ -49,24 +42,27 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
     with naming("messages"):
         _, images = prepare(messages)
         if images:
-            raise RequestError(f"images: this {LATER}", "messages", "unsupported_parameter")
+            raise RequestError(
+                "messages: images are not supported by this server", "messages", "unsupported_parameter"
+            )
+        _check_content(messages)
         segments = render(messages, thinking=thinking, effort=effort)
         ids = engine.tokenizer.encode_segments(segments, spell_missing=True)
     in_reasoning = _ends_in_reasoning(segments)
-    asked_as = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    return _generation(fields, engine, limits, ids, "messages", asked_as, None, in_reasoning)
+    return _generation(fields, engine, limits, ids, "messages", None, in_reasoning)
 
 
 def read_completion(fields: Fields, engine: ServedEngine, limits: Limits) -> Generation:
     """A body of /v1/completions; see `read_chat`. Text gets the begin-of-sentence token in front, ids get nothing."""
     _refuse_common(fields)
-    fields.refuse("best_of", [1], "only 1 is supported")
+    fields.refuse("best_of", [1], "may only be 1 on this server")
     fields.refuse("echo", [False], LATER)
     fields.refuse("suffix", [""], LATER)
-    fields.refuse("logprobs", [False], f"{LATER}: log-probabilities")
+    fields.refuse("thinking", [False, {"type": "disabled"}], "belongs to /v1/chat/completions")
+    fields.refuse("reasoning_effort", ["none"], "belongs to /v1/chat/completions")
     with naming("prompt"):
         ids = _prompt_ids(fields.raw.get("prompt"), engine)
-    return _generation(fields, engine, limits, ids, "prompt", "max_tokens", DEFAULT_COMPLETION_TOKENS, False)
+    return _generation(fields, engine, limits, ids, "prompt", DEFAULT_COMPLETION_TOKENS, False)
 
 
 def _refuse_common(fields: Fields) -> None:
@@ -76,7 +72,57 @@ def _refuse_common(fields: Fields) -> None:
     fields.refuse("logit_bias", [{}], LATER)
     for name in ("presence_penalty", "frequency_penalty"):
         fields.number(name)
-        fields.refuse(name, [0, 0.0], f"{LATER}: only 0")
+        fields.refuse(name, [0, 0.0], "may only be 0 on this server")
+    fields.refuse("logprobs", [False], LATER)  # completions: a number, and 0 asks for some too
+    fields.refuse("top_logprobs", [0], LATER)
+    for name in ("tools", "functions"):
+        fields.refuse(name, [[]], LATER)
+    for name in ("tool_choice", "function_call"):
+        fields.refuse(name, ["auto", "none"], LATER)
+    response_format = fields.nested("response_format")
+    if response_format is not None:
+        response_format.refuse("type", ["text"], 'may only be "text" on this server')
+
+
+def _check_content(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Only an assistant's message may have no content; a user's has some text, and the prompt as a whole too.
+
+    `messages` went through `prepare`: their types are right.
+    """
+    said = False
+    for i, message in enumerate(messages):
+        name, content, role = f"messages[{i}].content", message.get("content"), message["role"]
+        if content is None and role != "assistant":
+            raise RequestError(f"{name} is missing or null; only an assistant message may have none", name)
+        blank = content is None or (
+            not content
+            if isinstance(content, str)
+            else not any(b.get("type") != "text" or b.get("text") for b in content)
+        )
+        if blank and role == "user":
+            raise RequestError(f"{name} is empty; a user message needs some text", name)
+        said |= not blank or bool(message.get("tool_calls"))
+    if not said:
+        raise RequestError("messages have no text; a prompt needs some", "messages")
+
+
+def _max_tokens(fields: Fields, context: int, prompt: int) -> int | None:
+    """`max_completion_tokens`, or `max_tokens` by its older name; both if they say the same."""
+    asked: dict[str, int] = {}
+    for name in ("max_completion_tokens", "max_tokens"):
+        wanted = fields.raw.get(name)
+        if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > context:
+            raise RequestError(
+                f"this model's maximum context length is {context} tokens, {name} asks for {wanted} beside a prompt "
+                f"of {prompt}", name, "context_length_exceeded",
+            )  # fmt: skip
+        value = fields.integer(name, 1, context)
+        if value is not None:
+            asked[name] = value
+    if len(set(asked.values())) > 1:
+        both = " and ".join(f"{name} is {value}" for name, value in asked.items())
+        raise RequestError(f"{both}; they mean the same, so give one of them", "max_tokens")
+    return next(iter(asked.values()), None)
 
 
 def _thinking(fields: Fields) -> tuple[bool, int | str | None]:
@@ -118,7 +164,7 @@ def _prompt_ids(prompt: Any, engine: ServedEngine) -> list[int]:
 
 
 def _generation(
-    fields: Fields, engine: ServedEngine, limits: Limits, ids: Sequence[int], prompt: str, max_name: str,
+    fields: Fields, engine: ServedEngine, limits: Limits, ids: Sequence[int], prompt: str,
     default_max: int | None, in_reasoning: bool,
 ) -> Generation:  # fmt: skip
     """The fields that both APIs share, and what fits the context."""
@@ -129,13 +175,7 @@ def _generation(
             f"this model's maximum context length is {context} tokens, the prompt has {len(ids)} and the answer "
             "needs at least 1", prompt, "context_length_exceeded",
         )  # fmt: skip
-    wanted = fields.raw.get(max_name)
-    if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > context:
-        raise RequestError(
-            f"this model's maximum context length is {context} tokens, {max_name} asks for {wanted} beside a prompt "
-            f"of {len(ids)}", max_name, "context_length_exceeded",
-        )  # fmt: skip
-    most = fields.integer(max_name, 1, context) or default_max or room
+    most = _max_tokens(fields, context, len(ids)) or default_max or room
     stream = fields.boolean("stream") or False
     options = fields.nested("stream_options")
     if options is not None and not stream:

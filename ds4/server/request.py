@@ -78,7 +78,8 @@ class Limits:
         outbox_chars: text that waits for a slow reader before its request is dropped.
         stall_s: seconds that one write may wait for a reader before its connection is cut.
         ping_s: seconds without an event before a stream says that it is alive.
-        drain_s: seconds that running requests get after SIGTERM.
+        drain_s: seconds that running requests get after SIGTERM; then they are cancelled and answered so.
+        close_s: seconds that those answers get to leave; then what is left is cut.
     """
 
     queue: int = 32
@@ -90,3 +91,4 @@ class Limits:
     stall_s: float = 30.0
     ping_s: float = 5.0
     drain_s: float = 30.0
+    close_s: float = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ds4.engine import Cancelled, Sampling
 from ds4.errors import DeviceError, Ds4Error
-from ds4.server.errors import overloaded
+from ds4.server.errors import overloaded, stopping
 from ds4.server.outbox import Event, Failed, Finished, Outbox, Started
 from ds4.server.request import Generation, Progress, ServedEngine
 from ds4.server.stream import TextStream
@@ -79,11 +79,19 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancel what runs and what waits, close the engine, end the thread."""
+    def interrupt(self) -> None:
+        """Cancel what runs and what waits and take nothing more. Their readers hear of it now, however long the
+        device needs to notice."""
         with self._change:
             self._stopping = True
+            for job in (self._running, *self._waiting):
+                if job is not None:
+                    job.outbox.put(Failed(stopping()))
             self._change.notify_all()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """`interrupt`, close the engine, end the thread."""
+        self.interrupt()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -120,7 +128,7 @@ class Worker:
             HttpError: 503, the queue is full or the server is stopping.
         """
         if self._stopping:
-            raise overloaded("the server is stopping", "shutting_down", 5)
+            raise stopping()
         # one may run or be about to: it does not count as waiting
         if len(self._waiting) + self.running >= self._limit + 1:
             raise overloaded(f"{self._limit} requests are waiting already; try again later", "queue_full", 1)
@@ -164,8 +172,6 @@ class Worker:
             self._run(self.engine, job)
             with self._change:
                 self._running = None
-        for job in self._waiting:
-            job.outbox.put(Failed(overloaded("the server is stopping", "shutting_down", 5)))
         self.engine.close()
 
     def _loaded(self, done: int, total: int) -> None:
@@ -189,7 +195,7 @@ class Worker:
             end = self._answer(engine, job)
             self._device_errors = 0
         except Cancelled:
-            end = Failed(overloaded("the server is stopping", "shutting_down", 5) if self._stopping else Cancelled())
+            end = Failed(stopping() if self._stopping else Cancelled())
         except Exception as e:
             self._device_errors += isinstance(e, DeviceError)
             if not isinstance(e, Ds4Error):

@@ -154,7 +154,7 @@ def serve(
     limits = limits or Limits()
     connections: Connections = {}
     worker = Worker(open_engine or (lambda progress: engine), limits.queue)
-    server = make_server(make_app(worker, limits, api_key, connections), connections, limits)
+    server = make_server(make_app(worker, limits, api_key, connections), connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

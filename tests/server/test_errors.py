@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,15 @@ CHAT_WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages"),
+    ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "system"}, *HI]}, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": ""}]}, "messages"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages"),
     ({"temperature": "hot"}, "temperature"),
@@ -111,14 +121,44 @@ def test_wrong_chat_fields_are_named(server: Served, fields: dict[str, Any], par
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ],
 )
 def test_what_is_not_supported_says_so(server: Served, fields: dict[str, Any], param: str) -> None:
-    check(server.post(CHAT, {"messages": HI} | fields), 400, param, "unsupported_parameter")
+    """By both APIs, in a sentence that begins with the field's name."""
+    for path, prompt in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "hi"})):
+        said = check(server.post(path, prompt | fields), 400, param, "unsupported_parameter")
+        assert said.startswith(param + " ") and said.split().count(param) == 1
+
+
+def test_what_one_of_the_two_does_not_support(server: Served) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+    check(server.post(CHAT, {"messages": [image]}), 400, "messages", "unsupported_parameter")
+    refused = {
+        "logprobs": 0, "best_of": 2, "echo": True, "suffix": "x", "thinking": True, "reasoning_effort": "high",
+    }  # fmt: skip
+    for name, value in refused.items():
+        check(server.post(COMPLETIONS, {"prompt": "hi", name: value}), 400, name, "unsupported_parameter")
+
+
+def test_an_answer_may_be_asked_for_by_either_name() -> None:
+    engine = StandIn(config=StandInConfig(500))
+    for read, prompt in ((read_chat, {"messages": HI}), (read_completion, {"prompt": "hi"})):
+        for asked in ({"max_tokens": 7}, {"max_completion_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}):
+            assert read(Fields({**prompt, **asked}), engine, LIMITS).max_tokens == 7
+
+
+def test_an_assistant_message_may_have_no_content() -> None:
+    engine = StandIn(config=StandInConfig(500))
+    for content in ({}, {"content": None}, {"content": ""}):
+        messages = [*HI, {"role": "assistant", **content}, *HI]
+        assert read_chat(Fields({"messages": messages}), engine, LIMITS).prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -165,6 +205,22 @@ def test_large_bodies(server: Served) -> None:
     sock.close()
 
 
+@pytest.mark.parametrize("length", ["20001", "99999999999", "9" * 19])
+def test_a_length_that_is_too_large_is_answered_before_the_body(length: str) -> None:
+    """The whole answer, while the server would wait for ever for a byte of the body."""
+    with (
+        serve(StandIn(), limits=Limits(body_bytes=20_000, body_s=3600)) as server,
+        socket.create_connection(("127.0.0.1", server.port), 30) as sock,
+    ):
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode())
+        answer = b""
+        while b"request_too_large" not in answer:
+            piece = sock.recv(4096)
+            assert piece, answer
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"transfer-encoding" not in answer.lower()
+
+
 def test_a_body_that_never_comes() -> None:
     with serve(StandIn(), limits=Limits(body_s=0.05)) as server:
         sock = socket.create_connection(("127.0.0.1", server.port), 30)
@@ -176,14 +232,17 @@ def test_a_body_that_never_comes() -> None:
         sock.close()
 
 
-def test_what_is_no_http(server: Served) -> None:
+def test_what_is_no_http(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ds4.server")
     with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+        peer = sock.getsockname()[1]
         sock.sendall(b"hello\r\n\r\n")
         answer = b""
         while piece := sock.recv(4096):
             answer += piece
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"invalid_http" in body
+    assert f"127.0.0.1:{peer}" in caplog.text
 
 
 def test_a_request_that_never_begins() -> None:
@@ -207,7 +266,9 @@ def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
         assert response.json()["choices"][0]["message"]["content"] == "ok"
         same = server.chat(n=1, stop=[], logit_bias={}, tools=[], logprobs=False, presence_penalty=0.0, top_k=-1)
         assert same.status_code == 200
-        assert server.post(COMPLETIONS, {"prompt": "x", "best_of": 1, "echo": False, "suffix": ""}).status_code == 200
+        nothing = {"best_of": 1, "echo": False, "suffix": "", "thinking": {"type": "disabled"}, "tools": [],
+                   "reasoning_effort": "none", "response_format": {"type": "text"}, "top_logprobs": 0}  # fmt: skip
+        assert server.post(COMPLETIONS, {"prompt": "x", **nothing}).status_code == 200
 
 
 def test_failures_of_the_device() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
 
 from ds4.errors import FileFormatError
 from ds4.server.request import Limits, Progress
-from tests.server.standin import Served, StandIn, StandInConfig, ids_of, serve, until
+from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**6}
@@ -212,10 +213,13 @@ def test_loading_and_failing_to_load() -> None:
         health = server.get("/health")
         assert health.status_code == 503 and health.json()["progress"] == {"done": 3, "total": 40}
         assert health.json()["status"] == "loading" and "retry-after" in health.headers
+        head = httpx.head(server.url + "/health", timeout=30)
+        assert head.status_code == 503 and head.content == b"" and "retry-after" in head.headers
         for response in (server.chat(), server.get("/v1/models")):
             assert response.status_code == 503 and response.json()["error"]["code"] == "model_loading"
         go.set()
         until(lambda: server.get("/health").status_code == 200)
+        assert httpx.head(server.url + "/health", timeout=30).status_code == 200
         assert server.chat().status_code == 200
 
     def broken(progress: Progress) -> StandIn:
@@ -270,14 +274,70 @@ def refuses(server: Served) -> bool:
     return False
 
 
-def test_draining_has_an_end() -> None:
-    """An answer that does not end is cancelled after drain_s."""
+def cut_short(response: httpx.Response) -> bool:
+    error = response.json()["error"]
+    return response.status_code == 503 and (error["code"], error["type"]) == ("shutting_down", "server_error")
+
+
+def test_draining_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """After drain_s answers end as errors do: what streams by an event, the rest by a 503; no traceback is logged."""
     engine = StandIn(ids_of("abc"), endless=True, config=StandInConfig(10**9))
-    with serve(engine, limits=Limits(drain_s=1)) as server:
-        sock = server.raw(CHAT, {**BODY, "max_tokens": 10**8, "stream": True})
-        assert sock.recv(10)
+    with ThreadPoolExecutor() as pool:
+        with serve(engine, limits=Limits(drain_s=0.3)) as server:
+            streamed = pool.submit(server.chat, stream=True)
+            until(lambda: server.worker.running == 1)
+            whole = pool.submit(server.chat)
+            waits = pool.submit(server.chat, stream=True)
+            until(lambda: server.worker.waiting == 2)
+        assert cut_short(whole.result()) and cut_short(waits.result())
+        assert streamed.result().status_code == 200
+        assert events(streamed.result())[-1]["error"]["code"] == "shutting_down"
     assert engine.closed and not server.worker._thread.is_alive()
-    sock.close()
+    assert not [r for r in caplog.records if r.exc_info or r.levelno > logging.WARNING]
+
+
+def test_the_end_of_the_drain_does_not_wait_for_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    """One not streamed answer runs; the device is in the middle of a step until it has been answered."""
+    gate = Gate(3)
+    engine = StandIn(ids_of("abc"), endless=True, config=CONFIG, before_token=gate)
+    with ThreadPoolExecutor() as pool:
+        with server_with(engine, limits=Limits(drain_s=0.1)) as server:
+            running = pool.submit(server.chat)
+            assert gate.reached.wait(30)
+            running.add_done_callback(lambda _: gate.open.set())
+        assert cut_short(running.result())
+    assert engine.closed and not [r for r in caplog.records if r.exc_info or r.levelno > logging.WARNING]
+
+
+def unread(server: Served) -> int:
+    job = server.worker._running
+    return job.outbox._chars if job is not None else 0
+
+
+def test_what_outlasts_the_drain(caplog: pytest.LogCaptureFixture) -> None:
+    """A body that never comes is answered, a reader that does not read is cut off; neither leaves a traceback."""
+    engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
+    limits = Limits(drain_s=0.1, close_s=0.1, outbox_chars=10**9)
+    with serve(engine, limits=limits) as server:
+        stalled = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
+        until(lambda: unread(server) > 50_000)  # a write waits
+        half = socket.create_connection(("127.0.0.1", server.port), 30)
+        half.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n".encode())
+        assert half.recv(100).startswith(b"HTTP/1.1 100 ")  # the server waits for the body
+    answer = b""
+    while piece := half.recv(4096):
+        answer += piece
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"shutting_down"' in answer
+    half.close()
+    read = b""
+    with suppress(ConnectionResetError):
+        while piece := stalled.recv(1 << 20):
+            read += piece
+    assert b"[DONE]" not in read
+    stalled.close()
+    assert engine.closed and not [
+        r for r in caplog.records if r.exc_info or (r.levelno > logging.WARNING and "ASGI" in r.message)
+    ]
 
 
 def test_many_at_once_with_some_leaving() -> None:

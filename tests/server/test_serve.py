@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from ds4.cli.serve import parse, run
-from ds4.errors import Ds4Error, FileFormatError, UsageError
+from ds4.errors import CapacityError, Ds4Error, UsageError
 from ds4.server.listen import is_loopback, listen
 from tests.base.toys import toy_base, toy_dir
 
@@ -65,6 +66,15 @@ def test_wrong_flags_are_named(argv: list[str], names: str) -> None:
         parse(["-m", "x.gguf", *argv])
 
 
+def test_a_budget_of_nothing_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the command line and in the file."""
+    (tmp_path / "ds4.toml").write_text("mem_budget_mb = 0")
+    for argv in (["--mem-budget-mb", "0"], ["--mem-budget-mb", "-5"], ["--dir", str(tmp_path)]):
+        with pytest.raises(SystemExit) as e:
+            parse(["-m", "x.gguf", *argv])
+        assert e.value.code == 2 and "--mem-budget-mb" in capsys.readouterr().err
+
+
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     for text, names in (("colour = 1", "colour"), ('port = "x"', "port"), ("port = ", "ds4.toml")):
         (tmp_path / "ds4.toml").write_text('model = "a"\n' + text)
@@ -112,6 +122,23 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert [line for line in said.splitlines() if line.startswith("error: ")] == [said.splitlines()[-1]]
     assert "bad.gguf" in said.splitlines()[-1] and "Traceback" not in said
+    assert "listening" not in said
+
+
+def test_a_model_is_looked_at_before_listening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Missing, a folder, a pipe, cut short, without its shards: said at once, by the right class, with the name."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("ds4.cli.serve.make_server", lambda *_: pytest.fail("the server was made"))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    base = toy_base("oracle-a", bits=6)
+    (tmp_path / "short.gguf").write_bytes(base.read_bytes()[:-4096])
+    (tmp_path / "alone.gguf").write_bytes(base.read_bytes())
+    for name in ("missing.gguf", ".", "pipe.gguf", "short.gguf", "alone.gguf"):
+        with pytest.raises(Ds4Error, match=re.escape(str(tmp_path))):
+            run(["-m", str(tmp_path / name), "--port", "0"])
+    assert "listening" not in caplog.text
 
 
 def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +172,10 @@ def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: 
 
 
 def test_errors_of_the_run_are_what_the_worker_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileFormatError, match="nowhere"):
-        run(["-m", "/nowhere.gguf", "--port", "0"])
+    def fail(*_: object) -> None:
+        raise CapacityError("too large")
+
+    monkeypatch.setattr("ds4.cli.serve.open_engine", fail)
+    base = toy_base("oracle-a", bits=6)
+    with pytest.raises(CapacityError, match="too large"):
+        run(["-m", str(base), "--engram-dir", str(toy_dir("oracle-a")), "--port", "0"])

@@ -19,7 +19,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p = subparsers.add_parser(
         "diff",
         help="find where two runs part",
-        description="Compare two results of `ds4 teacher` or `ds4 score` made with --streams. Exit 1: they part.",
+        description="Compare two results of `ds4 teacher` or `ds4 score` made with --streams. Exit 1: they part, or "
+        "are of different lengths.",
     )
     p.add_argument("a", metavar="A.npz", help="the run in question")
     p.add_argument("b", metavar="B.npz", help="the reference of relative differences")
@@ -70,6 +71,8 @@ def _print(found: Comparison) -> None:
     console = Console()
     console.print(table)
     lines = [f"{found.n_positions} positions compared, {found.n_skipped} of them not computed by one side"]
+    if found.n_left_out:
+        lines.append(f"not of one length: {found.n_left_out} positions of the longer run are left out")
     if found.first_hash is not None:
         p, g, column = found.first_hash
         lines.append(f"engram rows part first at position {p}, engram layer {g}, column {column}")

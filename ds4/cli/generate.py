@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds4.cli.ids import check_length, model_ids
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
 from ds4.engine import Engine, Sampling
-from ds4.errors import RequestError, UsageError
+from ds4.errors import FileFormatError, RequestError, UsageError
 from ds4.model.chat import render
 from ds4.model.tokenizer import StreamDecoder
 from ds4.teacher.files import load_ids
-from ds4.teacher.run import check_ids
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,23 +51,20 @@ def run(args: argparse.Namespace) -> int:
     if args.chat and args.prompt is None:
         raise UsageError("--chat needs -p TEXT: ids are given as they are")
     sampling = _sampling(args)
+    given = None if args.ids is None else _read_ids(args.ids)
     engine = open_engine(args)
     try:
-        return _generate(args, engine, sampling)
+        return _generate(args, engine, sampling, _prompt_ids(args, given, engine))
     finally:
         engine.close()
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
     seed = args.seed if args.seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-    try:
-        return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed)
-    except RequestError as e:
-        raise UsageError(str(e)) from e
+    return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed)
 
 
-def _generate(args: argparse.Namespace, engine: Engine, sampling: Sampling) -> int:
-    prompt_ids = _prompt_ids(args, engine)
+def _generate(args: argparse.Namespace, engine: Engine, sampling: Sampling, prompt_ids: list[int]) -> int:
     session = engine.session()
     started = time.monotonic()
     with progress_bar("reading the prompt") as progress:
@@ -113,30 +110,50 @@ def _emit(text: list[str], piece: str, quiet: bool) -> None:
             print(piece, end="", flush=True)
 
 
-def _prompt_ids(args: argparse.Namespace, engine: Engine) -> list[int]:
+def _prompt_ids(args: argparse.Namespace, given: NDArray[Any] | None, engine: Engine) -> list[int]:
     """Ids of the prompt: text is the user's, so it never becomes a control token; BOS stands in front."""
     config, tokenizer = engine.config, engine.tokenizer
+    if given is not None:
+        return [int(i) for i in model_ids(given, config, args.ids)]
+    text = _text(args.prompt)
+    if args.chat:
+        segments = render([{"role": "user", "content": text}], thinking=args.thinking)
+        ids = tokenizer.encode_segments(segments, spell_missing=True)
+    else:
+        ids = [config.bos_token_id, *tokenizer.encode(text)]
+    check_length(len(ids), config)
+    return ids
+
+
+def _text(prompt: str) -> str:
+    """Python keeps bytes that are no UTF-8 as lone surrogates, in arguments and on some standard inputs."""
     try:
-        if args.ids is not None:
-            return [int(i) for i in check_ids(_read_ids(args.ids), config.vocab_size)]
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        if not text:
-            raise RequestError("the prompt is empty; give it with -p TEXT", "prompt")
-        if args.chat:
-            segments = render([{"role": "user", "content": text}], thinking=args.thinking)
-            return tokenizer.encode_segments(segments, spell_missing=True)
-        return [config.bos_token_id, *tokenizer.encode(text)]
-    except RequestError as e:
-        raise UsageError(str(e)) from e
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as e:
+        raise RequestError(f"the prompt is not UTF-8: byte 0x{e.object[e.start]:02X} at {e.start}", "prompt") from e
+    at = next((i for i, c in enumerate(text) if "\udc80" <= c <= "\udcff"), None)
+    if at is not None:
+        raise RequestError(
+            f"the prompt is not UTF-8: byte 0x{ord(text[at]) - 0xDC00:02X} at character {at}", "prompt"
+        )
+    if not text:
+        raise RequestError("the prompt is empty; give it with -p TEXT", "prompt")
+    return text
 
 
 def _read_ids(path: str) -> NDArray[Any]:
+    """Ids of a file, not yet judged: `model_ids` does that."""
     if Path(path).suffix == ".npy":
         return load_ids(path)
     try:
         parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{path}: neither an .npy file nor a JSON list of ids ({e})") from e
+    except OSError as e:
+        raise FileFormatError(f"{path}: cannot be read ({e.strerror})") from e
+    except (ValueError, RecursionError) as e:
+        raise FileFormatError(f"{path}: neither an .npy file nor a JSON list of ids ({e})") from e
     if not isinstance(parsed, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in parsed):
-        raise UsageError(f"{path}: must be a JSON list of integers")
-    return np.asarray(parsed, np.int64)
+        raise RequestError(f"{path}: must be a JSON list of integers", "ids")
+    try:
+        return np.asarray(parsed, np.int64)
+    except OverflowError as e:
+        raise RequestError(f"{path}: an id has more than 64 bits", "ids") from e

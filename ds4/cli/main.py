@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ds4 import __version__
-from ds4.errors import Ds4Error, UsageError
+from ds4.cli.output import written
+from ds4.errors import Ds4Error, RequestError, UsageError
 
 # name -> module with add_parser(subparsers); read top to bottom it is the order of use
 COMMANDS = {
@@ -45,19 +45,22 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Parse and run one command; argparse exits with 2 by itself."""
-    args = list(argv)
+    return guarded(lambda: _run(list(argv)))
+
+
+def _run(args: list[str]) -> int:
     if args and args[0].startswith("-") and args[0] not in ("-h", "--help", "--version"):
         args.insert(0, "generate")
     only = args[0] if args and args[0] in COMMANDS else None
     parsed = build_parser(only).parse_args(args)
-    return guarded(lambda: int(parsed.run(parsed)))
+    return int(parsed.run(parsed))
 
 
-def guarded(work) -> int:  # type: ignore[no-untyped-def]
+def guarded(work: Callable[[], int]) -> int:
     """Run `work`; an error meant for the user becomes one line on stderr and an exit code."""
     try:
-        return int(work())
-    except UsageError as e:
+        return written(work)
+    except (UsageError, RequestError) as e:  # wrong flags, or ids and prompts that the model cannot take
         print(f"error: {e}", file=sys.stderr)
         return 2
     except Ds4Error as e:
@@ -65,12 +68,12 @@ def guarded(work) -> int:  # type: ignore[no-untyped-def]
         for line in getattr(e, "problems", ()):
             print(f"  {line}", file=sys.stderr)
         return 1
+    except OSError as e:  # what no room foresaw
+        print(f"error: {e.filename or 'input or output'}: {e.strerror or e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
 
 
 def main() -> None:

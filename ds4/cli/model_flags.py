@@ -22,9 +22,20 @@ def add_model_flags(p: argparse.ArgumentParser, *, prefill: str) -> None:
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
     p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
     p.add_argument("--index-keys", choices=("owner", "released"), default="owner", help="index keys of decode")
-    p.add_argument("--chunk", type=int, default=512, metavar="N", help="positions a prefill pass (same bits)")
+    p.add_argument("--chunk", type=_at_least_1, default=512, metavar="N", help="positions a prefill pass (same bits)")
     p.add_argument("--no-graph", action="store_true", help="launch every kernel of a step directly (same bits)")
-    p.add_argument("--mem-budget-mb", type=int, metavar="N", help="refuse a model larger than this")
+    p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help="refuse a model larger than this")
+
+
+def _at_least_1(text: str) -> int:
+    """A flag's value; argparse names the flag and exits with 2."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
 
 
 def open_engine(args: argparse.Namespace) -> Engine:

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     elif problems:
         for line in problems:
             print(line)
-        print(f"{args.path}: {len(problems)} problems", file=sys.stderr)
+        print(f"{args.path}: {len(problems)} problem{'s' * (len(problems) != 1)}", file=sys.stderr)
     else:
         print(f"{args.path}: complete")
     return 1 if problems else 0

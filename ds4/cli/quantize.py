@@ -24,6 +24,7 @@ from ds4.engram.tables import EngramTables, derive_tables
 from ds4.errors import UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
+from ds4.teacher.files import check_output
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give a checkpoint folder and -o BASE.gguf, or --plan DIR")
     if args.workers < 1:
         raise UsageError(f"--workers is {args.workers}; it must be at least 1")
-    if not Path(args.out).parent.is_dir():
-        raise UsageError(f"{Path(args.out).parent}: no such folder to write {Path(args.out).name} in")
+    if check_output(args.out, ".gguf").exists() and not args.force:
+        raise UsageError(f"{args.out} exists; replace it with --force, or choose another name")
     with _bar() as progress:
         report = quantize(
             args.path, args.out, tables_of(args.path), bits=bits, gain=args.gain, workers=args.workers,

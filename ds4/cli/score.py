@@ -6,11 +6,10 @@ import argparse
 import json
 import time
 
+from ds4.cli.ids import model_ids
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
 from ds4.engine.score import score
-from ds4.errors import RequestError, UsageError
 from ds4.teacher.files import check_output, load_ids, save_results
-from ds4.teacher.run import check_ids
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,10 +33,7 @@ def run(args: argparse.Namespace) -> int:
     engine = open_engine(args)
     started = time.monotonic()
     try:
-        try:
-            ids = check_ids(given, engine.config.vocab_size)
-        except RequestError as e:
-            raise UsageError(f"{args.ids}: {e}") from e
+        ids = model_ids(given, engine.config, args.ids)
         with progress_bar("scoring") as progress:
             result = score(
                 engine, [int(i) for i in ids], split=args.split, streams=args.streams, on_progress=progress

@@ -13,10 +13,11 @@ from types import ModuleType
 
 import numpy as np
 
-from ds4.errors import RequestError, UsageError
+from ds4.cli.ids import model_ids
+from ds4.errors import UsageError
 from ds4.teacher.files import check_output, load_ids, save_results
 from ds4.teacher.numerics import ARITHMETICS
-from ds4.teacher.run import INDEX_KEYS, Progress, Teacher, check_ids
+from ds4.teacher.run import INDEX_KEYS, Progress, Teacher
 from ds4.teacher.source import CheckpointSource, open_source
 
 
@@ -47,10 +48,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(args.path, args.engram_dir)
     if args.engram_dir is not None and isinstance(source, CheckpointSource):
         print("note: a checkpoint holds its own engram tables; --engram-dir is not used", file=sys.stderr)
-    try:
-        ids = check_ids(ids, source.config.vocab_size)
-    except RequestError as e:
-        raise RequestError(f"{args.ids}: {e}", e.param, e.code) from e
+    ids = model_ids(ids, source.config, args.ids)
     if args.decode_from is not None and not 0 <= args.decode_from <= len(ids):
         raise UsageError(f"--decode-from {args.decode_from}: must lie between 0 and the {len(ids)} tokens given")
     teacher = Teacher(source, args.arith, args.index_keys, xp)

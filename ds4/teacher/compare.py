@@ -37,6 +37,7 @@ class Comparison:
     """`first_bits` and `first_apart` are (layer, position); None: the runs agree in that sense."""
 
     n_positions: int
+    n_left_out: int  # positions that only the longer run has
     n_skipped: int  # positions that one side did not compute (NaN rows)
     tolerance: float
     layers: tuple[LayerDifference, ...]
@@ -48,6 +49,8 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
+        if self.n_left_out:
+            return False
         return self.first_apart is None and self.first_hash is None and self.logits_worst <= self.tolerance
 
 
@@ -63,8 +66,8 @@ def relative(a: F32, b: F32) -> NDArray[np.float64]:
 def compare(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]], tolerance: float = 0.0) -> Comparison:
     """Compare two results made with `--streams`; b is the reference of relative differences.
 
-    The longer run is cut to the shorter one's positions. At tolerance 0 any differing bit but the sign of a
-    zero is apart.
+    The longer run is cut to the shorter one's positions, and the two do not agree then. At tolerance 0 any
+    differing bit but the sign of a zero is apart.
 
     Raises:
         FileFormatError: streams are missing, or the shapes belong to two different models.
@@ -76,6 +79,7 @@ def compare(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]], tolera
     if sa.shape[0] != sb.shape[0] or sa.shape[2:] != sb.shape[2:]:
         raise FileFormatError(f"streams of two different models: {list(sa.shape)} and {list(sb.shape)}")
     n = min(sa.shape[1], sb.shape[1])
+    left_out = max(sa.shape[1], sb.shape[1]) - n
     skipped: set[int] = set()
     layers = []
     for layer in range(sa.shape[0]):
@@ -86,7 +90,7 @@ def compare(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]], tolera
     bits = next(((d.layer, d.first_bits) for d in layers if d.first_bits is not None), None)
     apart = next(((d.layer, d.first_apart) for d in layers if d.first_apart is not None), None)
     worst, at = _logits(a, b, n)
-    return Comparison(n, len(skipped), tolerance, tuple(layers), bits, apart, _hash(a, b, n), worst, at)
+    return Comparison(n, left_out, len(skipped), tolerance, tuple(layers), bits, apart, _hash(a, b, n), worst, at)
 
 
 def _layer(layer: int, x_TSD: F32, y_TSD: F32, there_T: NDArray[np.bool_], tolerance: float) -> LayerDifference:

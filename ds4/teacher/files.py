@@ -29,7 +29,7 @@ def load_ids(path: str | Path) -> NDArray[Any]:
     try:
         loaded = np.load(path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise FileFormatError(f"{path}: not a readable .npy file of ids ({_reason(e)})") from e
+        raise FileFormatError(f"{path}: {_reason(e, '.npy file of ids')}") from e
     if not isinstance(loaded, np.ndarray):
         raise FileFormatError(f"{path}: an .npz archive; ids are one array in an .npy file")
     return loaded
@@ -48,21 +48,27 @@ def load_results(path: str | Path) -> dict[str, NDArray[Any]]:
         with archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
-        raise FileFormatError(f"{path}: not a readable .npz file of results ({_reason(e)})") from e
+        raise FileFormatError(f"{path}: {_reason(e, '.npz file of results')}") from e
 
 
-def _reason(e: Exception) -> str:
+def _reason(e: Exception, expected: str) -> str:
     if isinstance(e, OSError) and e.strerror:
-        return e.strerror
+        return f"cannot be read ({e.strerror})"
     # numpy takes anything that it does not know for a pickle, and advises to trust it
-    return "cut short, of another format, or holding Python objects"
+    return f"not a readable {expected} (cut short, of another format, or holding Python objects)"
 
 
-def check_output(path: str | Path) -> Path:
-    """Refuse an output that could not be written, before the hours of work. Raises UsageError."""
+def check_output(path: str | Path, suffix: str = ".npz") -> Path:
+    """Refuse an output that could not be written, or would replace what is no file, before the hours of work.
+
+    Raises:
+        UsageError: a folder, a device, a pipe, a socket, a link to one or to nothing; or no folder to write in.
+    """
     p = Path(path)
     if p.is_dir():
-        raise UsageError(f"{p}: is a folder; name the .npz file to write")
+        raise UsageError(f"{p}: is a folder; name the {suffix} file to write")
+    if os.path.lexists(p) and not p.is_file():  # a rename would put the result in a device's place
+        raise UsageError(f"{p}: is there and is no regular file; name another {suffix} file to write")
     if not p.parent.is_dir():
         raise UsageError(f"{p.parent}: no such folder to write {p.name} in")
     return p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,20 +108,61 @@ def test_bad_use_is_one_line_and_leaves_nothing(
     assert "320" in refused(capsys, 2, "score", *model, "--ids", far, "-o", out)
     assert "text.npy" in refused(capsys, 1, "score", *model, "--ids", text, "-o", out)
     assert "--split" in refused(capsys, 2, "score", *model, "--ids", ids, "-o", out, "--split", 99)
-    assert "replay" in refused(
-        capsys, 2, "score", *model, "--ids", ids, "-o", out, "--streams", "--prefill", "replay"
-    )
     assert "no such folder" in refused(capsys, 2, "score", *model, "--ids", ids, "-o", tmp_path / "no" / "x.npz")
     assert "empty" in refused(capsys, 2, *model, "-p", "", "-n", 1)
     assert "surrogate" in refused(capsys, 2, *model, "-p", "a\ud800", "-n", 1).lower()
     assert "temperature" in refused(capsys, 2, *model, "-p", "x", "--temp", -1)
     assert "nowhere.gguf" in refused(capsys, 1, "-m", "nowhere.gguf", "-p", "x")
     assert "engram" in refused(capsys, 1, "-m", model[1], "--engram-dir", tmp_path, "-p", "x").lower()
-    assert "budget" in refused(capsys, 1, *model, "-p", "x", "--mem-budget-mb", 0)
-    assert "exists" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", model[1])
+    assert "--force" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", model[1])
+    assert "is a folder" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", tmp_path, "--force")
     assert "--bits" in refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", tmp_path / "b.gguf", "--bits", "x")
     refused(capsys, 2, "quantize", DATA / "oracle-a", "-o", tmp_path / "b.gguf", "--bits", "99")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["far.npy", "ids.npy", "text.npy"]
+
+
+def test_ids_and_prompts_that_the_model_cannot_take_are_2_and_unreadable_files_1(
+    capsys: pytest.CaptureFixture[str], model: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alike in the three commands."""
+    out = tmp_path / "out.npz"
+    commands = {"generate": [*model], "score": [*model, "-o", out], "teacher": [DATA / "oracle-a", "-o", out]}
+    np.save(tmp_path / "far.npy", np.array([1, 2, 320]))
+    np.save(tmp_path / "long.npy", np.zeros(257, np.int64))
+    np.save(tmp_path / "none.npy", np.zeros(0, np.int64))
+    for name, argv in commands.items():
+        for ids, said in (("far", "id 320"), ("long", "257 tokens exceed"), ("none", "ids are empty")):
+            line = refused(capsys, 2, name, *argv, "--ids", tmp_path / f"{ids}.npy")
+            assert f"{ids}.npy" in line and said in line
+        for missing in ("nowhere.npy", "nowhere.json"):
+            line = refused(capsys, 1, name, *argv, "--ids", tmp_path / missing)
+            assert line == f"error: {tmp_path / missing}: cannot be read (No such file or directory)\n"
+    for text, code, said in (
+        ("{", 1, "JSON"), ("[" * 100_000, 1, "JSON"), ('{"a": 1}', 2, "list of integers"), ("[true]", 2, "integers"),
+        ("[1e9]", 2, "integers"), (f"[{2**64}]", 2, "64 bits"), ("[]", 2, "empty"),
+    ):  # fmt: skip
+        (tmp_path / "ids.json").write_text(text)
+        assert said in refused(capsys, code, *model, "--ids", tmp_path / "ids.json", "-n", 1)
+    assert "exceed the model's context of 256" in refused(capsys, 2, *model, "-p", "x" * 3000)
+    assert "not UTF-8: byte 0xFF at character 1" in refused(capsys, 2, *model, "-p", "a\udcff")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xc3"), encoding="utf-8"))
+    assert "not UTF-8: byte 0xC3 at 2" in refused(capsys, 2, *model, "-p", "-")
+
+
+@pytest.mark.parametrize("flag", ["--mem-budget-mb", "--chunk"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_budgets_and_chunks_are_at_least_1(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(["-m", "nowhere.gguf", "-p", "x", flag, value])
+    assert stopped.value.code == 2 and f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_one_problem_is_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, said in ((["a"], "1 problem\n"), (["a", "b"], "2 problems\n")):
+        monkeypatch.setattr("ds4.cli.preflight.preflight", lambda path, found=found: found)
+        assert run(["preflight", "d"]) == 1
+        got = capsys.readouterr()
+        assert got.err == f"d: {said}" and got.out.splitlines() == found
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["-m", "x"], ["score", "-m", "x"], []])

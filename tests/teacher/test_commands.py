@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +85,7 @@ def test_teacher_refuses_bad_ids(tmp_path: Path, array: NDArray, says: str) -> N
 
 def test_teacher_refuses_ids_over_the_context(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.zeros(257, np.int64))
-    with pytest.raises(CapacityError, match="257 tokens exceed the model's context of 256"):
+    with pytest.raises(RequestError, match=r"ids\.npy: 257 tokens exceed the model's context of 256"):
         command("teacher", DATA / "oracle-a", "--ids", tmp_path / "ids.npy", "-o", tmp_path / "out.npz")
 
 
@@ -124,6 +126,23 @@ def test_teacher_refuses_bad_flags_before_the_work(
 def test_teacher_of_nothing(ids: Path, tmp_path: Path) -> None:
     with pytest.raises(Ds4Error):
         command("teacher", tmp_path / "nothing", "--ids", ids, "-o", tmp_path / "out.npz")
+
+
+def test_an_output_that_is_no_file_is_refused_and_stays(tmp_path: Path) -> None:
+    """A rename would put an ordinary file in its place."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    (tmp_path / "astray").symlink_to(tmp_path / "nothing")
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(tmp_path / "socket"))
+    for name in ("pipe", "link", "astray", "socket"):
+        with pytest.raises(UsageError, match=f"{name}: is there and is no regular file"):
+            files.check_output(tmp_path / name)
+        with pytest.raises(UsageError, match="no regular file"):
+            command("teacher", DATA / "oracle-a", "--ids", tmp_path / "none.npy", "-o", tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "socket").is_socket()
+    (tmp_path / "old.npz").write_bytes(b"")
+    assert files.check_output(tmp_path / "old.npz") == tmp_path / "old.npz"
 
 
 def test_results_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +207,9 @@ def test_compare_skips_rows_that_were_not_computed_and_compares_the_common_part(
     a["streams_LTSD"][2, :2] = np.nan
     a["logits_TV"][:2] = np.nan
     found = compare(a, b)
-    assert found.agree and found.n_positions == 4 and found.n_skipped == 2
+    assert (found.n_positions, found.n_left_out, found.n_skipped) == (4, 1, 2)
+    assert found.first_bits is None and not found.agree  # b has a position that nobody looked at
+    assert compare(a, {k: v[:, :4] if k == "streams_LTSD" else v[:4] for k, v in b.items()}).agree
     a["streams_LTSD"][2, 3, 0, 0] = np.nan  # one NaN in a computed row is a difference
     assert compare(a, b, tolerance=1.0).first_apart == (2, 3)
 
@@ -228,6 +249,14 @@ def test_diff_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out = json.loads(capsys.readouterr().out)
     assert out["first_apart"] == {"layer": 3, "position": 1} and out["agree"] is False
     assert command("diff", tmp_path / "a.npz", tmp_path / "b.npz", "--tolerance", "100") == 0
+    capsys.readouterr()
+    files.save_results(tmp_path / "short.npz", {k: v[:, :3] if v.ndim == 4 else v[:3] for k, v in b.items()})
+    for pair in (("short.npz", "b.npz"), ("b.npz", "short.npz")):
+        assert command("diff", *(tmp_path / name for name in pair)) == 1
+        assert "2 positions of the longer run are left out" in " ".join(capsys.readouterr().out.split())
+        assert command("diff", *(tmp_path / name for name in pair), "--json") == 1
+        out = json.loads(capsys.readouterr().out)
+        assert (out["agree"], out["n_positions"], out["n_left_out"]) == (False, 3, 2)
     with pytest.raises(UsageError, match="--tolerance nan"):
         command("diff", tmp_path / "a.npz", tmp_path / "b.npz", "--tolerance", "nan")
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from os import cpu_count
 
 from ds4.base.reader import Base
@@ -21,6 +22,8 @@ from ds4.device import Device
 from ds4.device.build import Unit, defines_of
 from ds4.device.kernels import all_kernels
 from ds4.engine.weights import kernel_constants
+
+TELL_EVERY_S = 5.0  # without a terminal: a line, so that minutes of compilers do not look like a hang
 
 
 def build(path: str, engram_dir: str | None) -> tuple[str, int]:
@@ -45,10 +48,19 @@ def build(path: str, engram_dir: str | None) -> tuple[str, int]:
             device.builder.host(unit, device.variant)
 
     ordered = sorted(units, key=lambda u: (u.source, u.defines))
-    with ThreadPoolExecutor(cpu_count() or 1) as pool, progress_bar("compiling kernels") as progress:
-        for n, _ in enumerate(pool.map(compile_one, ordered), start=1):
-            if progress is not None:
-                progress(n, len(ordered))
+    with ThreadPoolExecutor(cpu_count() or 1) as pool, progress_bar("compiling kernels") as bar:
+        told = time.monotonic()
+        jobs = [pool.submit(compile_one, unit) for unit in ordered]
+        try:
+            for n, job in enumerate(as_completed(jobs), start=1):
+                job.result()
+                if bar is not None:
+                    bar(n, len(ordered))
+                elif time.monotonic() - told >= TELL_EVERY_S:
+                    told = time.monotonic()
+                    print(f"      {n} of {len(ordered)} kernel files", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)  # one failed: the others are not waited for
     return device.info.name, len(ordered)
 
 

@@ -71,8 +71,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if args.port is not None and not 1 <= args.port <= 65535:
         raise UsageError(f"--port {args.port}: must be between 1 and 65535")
-    if args.host is not None and not args.host.strip():
-        raise UsageError("--host is empty")
+    for name in ("dir", "model", "engram_dir", "host", "venv"):
+        value = getattr(args, name)
+        if value is not None and not value.strip():  # an unset variable of a script, not the current folder
+            raise UsageError(f"--{name.replace('_', '-')} is empty")
     given = [f for f in ("model", "engram_dir", "host", "port", "no_start", "venv") if getattr(args, f)]
     if args.action != "install" and given:
         flag = "--" + given[0].replace("_", "-")

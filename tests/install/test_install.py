@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from ds4.cli import environment, install, service
+from ds4.cli import build, environment, install, service
 from ds4.cli.home import Home
 from ds4.cli.processes import Process, locked
-from ds4.errors import Ds4Error, UsageError
-from tests.base.toys import toy_dir
+from ds4.errors import BuildError, Ds4Error, UsageError
+from tests.base.toys import toy_base, toy_dir
+from tests.conftest import opened
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHECKPOINT = toy_dir("oracle-a")
@@ -51,6 +52,9 @@ def prepare(folder: Path, *flags: str) -> list[str]:
         (["--port", "0"], "between 1 and 65535"),
         (["--port", "65536"], "between 1 and 65535"),
         (["--host", " "], "--host is empty"),
+        (["--model", ""], "--model is empty"),
+        (["--engram-dir", ""], "--engram-dir is empty"),
+        (["start", "--venv", ""], "--venv is empty"),
         (["--model", "/no/such/thing"], "no such file or folder"),
         (["--model", str(ROOT / "LICENSE")], "must be a base"),
         (["--model", str(ROOT / "docs")], "no config.json"),
@@ -307,3 +311,25 @@ def test_a_failed_embedded_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(Ds4Error, match="embedded checkpoint failed"):
         made._model()
     assert os.listdir(made.home.models) == []
+
+
+def test_kernels_tell_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal a line now and then; a kernel that does not compile ends it at once."""
+    base = toy_base("oracle-a")
+    builder = opened("fast", "greedy").builder
+    monkeypatch.setattr(build, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(type(builder), "host", lambda *_: tmp_path)
+    monkeypatch.setattr(type(builder), "gpu", lambda *_: tmp_path)
+    _, n = build.build(str(base), str(CHECKPOINT))
+    lines = capsys.readouterr().out.splitlines()
+    assert n > 1 and lines == [f"      {i} of {n} kernel files" for i in range(1, n + 1)]
+
+    def fails(*_: object) -> None:
+        raise BuildError("norm.cu: no")
+
+    monkeypatch.setattr(type(builder), "host", fails)
+    monkeypatch.setattr(type(builder), "gpu", fails)
+    with pytest.raises(BuildError, match=r"norm\.cu"):
+        build.build(str(base), str(CHECKPOINT))

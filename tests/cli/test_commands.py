@@ -45,6 +45,7 @@ def test_plan_is_the_published_inventory(capsys: pytest.CaptureFixture[str]) -> 
     lines = (PUBLISHED / "base-tensors.tsv").read_text().splitlines()
     got = [f"{r['name']}\t{r['type_id']}\t{'x'.join(map(str, r['dims']))}" for r in rows]
     assert got == lines
+    assert all(list(r) == ["name", "type", "type_id", "dims", "bytes", "offset"] for r in rows)
     assert "113,551,851,680 bytes" in ok(capsys, "quantize", "--plan", PUBLISHED)
 
 

@@ -221,6 +221,20 @@ def test_a_length_that_is_too_large_is_answered_before_the_body(length: str) -> 
         assert answer.startswith(b"HTTP/1.1 413 ") and b"transfer-encoding" not in answer.lower()
 
 
+def test_a_sender_of_a_body_that_is_too_large_gets_its_answer() -> None:
+    """More than the sockets' buffers hold: a connection closed before it was read would be reset."""
+    with serve(StandIn(), limits=Limits(body_bytes=4 << 20)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+            size = 24 << 20
+            sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode() + bytes(size))
+            answer = b""
+            while piece := sock.recv(4096):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in answer
+        assert answer.lower().count(b"connection: close") == 1
+        assert server.chat().status_code == 200
+
+
 def test_a_body_that_never_comes() -> None:
     with serve(StandIn(), limits=Limits(body_s=0.05)) as server:
         sock = socket.create_connection(("127.0.0.1", server.port), 30)

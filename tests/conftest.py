@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from ds4.device import Device
+from ds4.device import Device, Kernel
 
 os.environ.setdefault("DS4_DRIVER", "simt")
+LAUNCHED: set[str] = set()  # names of kernels that this process launched, for test_zz_every_kernel_ran.py
 
 
 @functools.cache
@@ -42,3 +45,17 @@ def count_device() -> Device:
         pytest.skip("only the CPU driver counts traffic")
     made.reset_counters()
     return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _note_launches() -> Iterator[None]:
+    """Every launch of the session leaves its kernel's name in LAUNCHED."""
+    launch = Device.launch
+
+    def noting(self: Device, kernel: Kernel, *args: Any, **kwargs: Any) -> None:
+        launch(self, kernel, *args, **kwargs)
+        LAUNCHED.add(kernel.name)
+
+    Device.launch = noting  # type: ignore[method-assign]
+    yield
+    Device.launch = launch  # type: ignore[method-assign]

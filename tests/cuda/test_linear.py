@@ -38,6 +38,11 @@ CASES = [
     ("fp8_32x32", 32, 96), ("fp8_32x32", 64, 544), ("fp8_32x32", 32, 2080),
 ]  # fmt: skip
 
+ONE_A_FORMAT = [
+    ("f32", 7, 296), ("bf16", 6, 520), ("f16", 5, 264), ("q8_0", 7, 544), ("q4_k", 7, 1280), ("fp4x32", 7, 1056),
+    ("fp8_32x32", 64, 544),
+]  # fmt: skip
+
 
 def placed(device: Device, format: str, N: int, K: int) -> tuple[Weight, F64]:
     raw = random_file(format, N, K, np.random.default_rng(N * 1000 + K))
@@ -91,12 +96,24 @@ def test_prefill_is_within_its_rounding_bound(device: Device, format: str, N: in
     assert_within(got, x64 @ rounded.T, prefill_bound(x64, rounded))
 
 
+@pytest.mark.parametrize("format, N, K", ONE_A_FORMAT)
+@pytest.mark.parametrize("R", [1, 3])
+def test_a_step_of_bf16_rows_is_within_its_bound(device: Device, format: str, N: int, K: int, R: int) -> None:
+    w, w64 = placed(device, format, N, K)
+    x, x64 = activations(device, R, K, "bf16")
+    assert_within(run(device, "step", w, x, R, "f32"), x64 @ w64.T, step_bound(x64, w64))
+
+
 @pytest.mark.parametrize("family", ["step", "prefill"])
-def test_bf16_results_are_the_rounded_f32_results(device: Device, family: str) -> None:
-    w, _ = placed(device, "q8_0", 70, 544)
-    x, _ = activations(device, 3, 544, "bf16")
-    exact = run(device, family, w, x, 3, "f32")
-    assert np.array_equal(run(device, family, w, x, 3, "bf16"), bf16_bits(exact))
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize("format, N, K", [("q8_0", 70, 544), *ONE_A_FORMAT])
+def test_bf16_results_are_the_rounded_f32_results(
+    device: Device, family: str, format: str, N: int, K: int, R: int
+) -> None:
+    w, _ = placed(device, format, N, K)
+    x, _ = activations(device, R, K, "bf16")
+    exact = run(device, family, w, x, R, "f32")
+    assert np.array_equal(run(device, family, w, x, R, "bf16"), bf16_bits(exact))
 
 
 @pytest.mark.parametrize("family", ["step", "prefill"])

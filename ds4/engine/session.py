@@ -18,7 +18,7 @@ from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.ops.kv import kv_layout
 from ds4.engine.ops.sample import pack_params, sample
-from ds4.engine.prefill import Prefill
+from ds4.engine.prefill import Cancelled, Prefill
 from ds4.engine.sampling import Sampling
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SequenceState, Snapshot
@@ -122,6 +122,7 @@ class Session:
         Raises:
             RequestError: ids out of range, no ids, or more than the context.
             Cancelled: the timeline is then what was finished.
+            Any other error leaves an empty timeline.
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings)
@@ -151,10 +152,14 @@ class Session:
             self._step.forget_graphs()
         try:
             out = self._prefill.run(tokens, logits, self._last, on_progress, cancelled, tap)
-        except BaseException:
-            if bounded:  # half of the layers are ahead of the others
+        except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead
+            if bounded:
                 self.state.clear()
             self.tokens = tokens[: self.position]
+            raise
+        except BaseException:  # inside a chunk: some layers hold it and some do not
+            self.state.clear()
+            self.tokens = []
             raise
         self._published_by_prefill(start, len(tokens))
         if logits != "none":

@@ -12,8 +12,9 @@ import pytest
 from ds4.base.reader import Base
 from ds4.device import Device
 from ds4.engine import Engine, Sampling, prefill, state
-from ds4.engine.weights import placed_bytes
-from ds4.errors import CapacityError, Ds4Error, RequestError, UsageError
+from ds4.engine.layer import Pass
+from ds4.engine.weights import LayerWeights, placed_bytes
+from ds4.errors import CapacityError, DeviceError, Ds4Error, RequestError, UsageError
 from tests.base.toys import toy_base, toy_dir
 from tests.engine.conftest import DATA
 from tests.engine.test_against_teacher import prompt
@@ -170,3 +171,29 @@ def test_a_token_reads_its_rows_and_no_more(engines: Callable[..., Engine]) -> N
         assert store.stats.rows - was.rows == c.engram_columns
         assert store.stats.reads - was.reads == 2 * c.engram_columns
         assert store.stats.bytes - was.bytes >= c.engram_columns * engine.feed.row_bytes
+
+
+def test_a_prefill_that_fails_inside_a_chunk_leaves_an_empty_session(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers hold the chunk and some do not: no position is right but 0, and the next sync starts there."""
+    engine, ids = engines("oracle-e"), prompt("oracle-e", 170)
+    whole = engine.session()
+    whole.sync(ids)
+    session = engine.session()
+    runs: list[int] = []
+    real = prefill.run_whole_layer
+
+    def failing(p: Pass, lw: LayerWeights) -> None:
+        runs.append(lw.layer)
+        if len(runs) == engine.config.num_hidden_layers + 4:  # the second chunk, layer 3
+            raise DeviceError("a row could not be read")
+        real(p, lw)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill, "run_whole_layer", failing)
+        with pytest.raises(DeviceError, match="could not be read"):
+            session.sync(ids, chunk=80)
+    assert (session.position, session.tokens) == (0, [])
+    session.sync(ids, chunk=80)
+    assert np.array_equal(session.logits(), whole.logits())

@@ -40,21 +40,26 @@ def _at_least_1(text: str) -> int:
 
 def open_engine(args: argparse.Namespace) -> Engine:
     """The engine of these flags, with a bar while it loads."""
+    with progress_bar("loading layers") as progress:
+        return engine_of(args, progress)
+
+
+def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
+    """The engine of these flags; `progress` gets (layers done, layers)."""
     from ds4.engine import Engine
 
-    with progress_bar("loading layers") as progress:
-        return Engine.open(
-            args.model,
-            engram_dir=args.engram_dir,
-            activations=args.activations,
-            kv=args.kv,
-            prefill=args.prefill,
-            index_keys=args.index_keys,
-            chunk=args.chunk,
-            graphs=not args.no_graph,
-            mem_budget_mb=args.mem_budget_mb,
-            progress=progress,
-        )
+    return Engine.open(
+        args.model,
+        engram_dir=args.engram_dir,
+        activations=args.activations,
+        kv=args.kv,
+        prefill=args.prefill,
+        index_keys=args.index_keys,
+        chunk=args.chunk,
+        graphs=not args.no_graph,
+        mem_budget_mb=args.mem_budget_mb,
+        progress=progress,
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ds4 import __version__
 from ds4.cli.main import guarded
-from ds4.cli.model_flags import add_model_flags
+from ds4.cli.model_flags import add_model_flags, engine_of
 from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
@@ -103,20 +103,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
     """The engine that the flags ask for, ready to answer."""
-    from ds4.engine import Engine
-
-    engine = Engine.open(
-        args.model,
-        engram_dir=args.engram_dir,
-        activations=args.activations,
-        kv=args.kv,
-        prefill=args.prefill,
-        index_keys=args.index_keys,
-        chunk=args.chunk,
-        graphs=not args.no_graph,
-        mem_budget_mb=args.mem_budget_mb,
-        progress=progress,
-    )
+    engine = engine_of(args, progress)
     log.info("warming up")
     warm_up(engine)
     return engine

@@ -7,17 +7,16 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
 
 from ds4.cli.ids import model_ids
+from ds4.cli.model_flags import progress_bar
 from ds4.errors import UsageError
 from ds4.teacher.files import check_output, load_ids, save_results
 from ds4.teacher.numerics import ARITHMETICS
-from ds4.teacher.run import INDEX_KEYS, Progress, Teacher
+from ds4.teacher.run import INDEX_KEYS, Teacher
 from ds4.teacher.source import CheckpointSource, open_source
 
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.decode_from is not None and not 0 <= args.decode_from <= len(ids):
         raise UsageError(f"--decode-from {args.decode_from}: must lie between 0 and the {len(ids)} tokens given")
     teacher = Teacher(source, args.arith, args.index_keys, xp)
-    with _progress(len(ids)) as progress:
+    with progress_bar(f"{len(ids)} tokens, layers") as progress:
         result = teacher.run(ids, args.decode_from, args.streams, progress)
     save_results(out, result)
     split = len(ids) if args.decode_from is None else args.decode_from
@@ -80,17 +79,3 @@ def _array_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as e:
         raise UsageError("--arrays cupy: cupy is not installed here; leave the flag out to compute with numpy") from e
-
-
-@contextmanager
-def _progress(n_tokens: int) -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{n_tokens} tokens, layers", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -9,7 +9,7 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SequenceState
 from ds4.engine.weights import ModelWeights
+from ds4.engram.store import Ticket
 from ds4.model.config import ModelConfig
 
 MAX_ROWS = 8
@@ -102,7 +103,7 @@ class StepRunner:
             self.device, self.ws, c, self.numerics, "step", self.state, count, x, pre, pos, rows, published
         )  # fmt: skip
 
-    def _advance(self, key, p: Pass, tickets, tap: Tap | None) -> None:  # type: ignore[no-untyped-def]
+    def _advance(self, key: tuple[object, ...], p: Pass, tickets: Mapping[int, Ticket], tap: Tap | None) -> None:
         bounds = [0, *self.config.engram_layer_ids, self.config.num_hidden_layers]
         graphs = self._graphs.get(key) if tap is None and self.graphs else None
         capture = graphs is None and tap is None and self.graphs and key in self._warm

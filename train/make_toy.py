@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,19 @@ TEXT_CONFIG: dict[str, Any] = {
 
 
 def make_tokenizer() -> str:
-    """tokenizer.json of 4,096 ids: three specials, 256 bytes, merges, then the other added tokens."""
+    """tokenizer.json of 4,096 ids, its merges learned from the standard library."""
+    return train_tokenizer((corpus_text(module) for module in CORPUS), "the standard library's text")
+
+
+def train_tokenizer(texts: Iterable[str], what: str) -> str:
+    """tokenizer.json of 4,096 ids: three specials, 256 bytes, merges learned from `texts`, the other added tokens.
+
+    Args:
+        what: names the texts in the message if they are too few.
+
+    Raises:
+        FileFormatError: too little text for so many merges.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r), "isolated") for r in (released.DIGITS, released.CJK, released.WORDS)]
@@ -133,12 +146,11 @@ def make_tokenizer() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((corpus_text(module) for module in CORPUS), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(name, normalized=not special, special=special) for name, special in ADDED])
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise FileFormatError(
-            f"the standard library's text gave {tokenizer.get_vocab_size()} tokens instead of {VOCABULARY}; "
-            "is this Python installed without its sources?"
+            f"{what} gave {tokenizer.get_vocab_size()} tokens instead of {VOCABULARY}; is some of it missing?"
         )
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":"))
 
@@ -154,10 +166,10 @@ def corpus_text(module: str) -> str:
         raise FileFormatError(f"{spec.origin}: the source of Python's module {module} cannot be read ({e})") from e
 
 
-def make_config(tokenizer_json: str) -> dict[str, Any]:
+def make_config(tokenizer_json: str, dimensions: Mapping[str, Any] = TEXT_CONFIG) -> dict[str, Any]:
     """config.json, with the numbers that follow from the tokenizer and the prime search filled in."""
     tokenizer = released.Tokenizer.from_json(tokenizer_json)
-    text = dict(TEXT_CONFIG)
+    text = dict(dimensions)
     text["dspark_noise_token_id"] = tokenizer.special_id(released.SYSTEM)  # as released
     text["engram_compressed_vocab_size"] = derive_token_map(tokenizer)[1]
     text["engram_num_embeddings"] = [0] * len(text["engram_layer_ids"])

@@ -1,7 +1,8 @@
 """Write a checkpoint in the released layout from float arrays: the encoders and the container.
 
-For toy checkpoints and tests; the release itself is never written. Encoders are the plain ones: a power-of-two
-scale large enough that nothing saturates, then round to nearest even. Same input, same bytes.
+For the embedded model, toy checkpoints and tests; the release itself is never written. Encoders are the plain
+ones: a power-of-two scale large enough that nothing saturates, then round to nearest even. FP4 may instead
+choose each scale by the error it leaves (`fit_scales`). Same input, same bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +39,29 @@ def encode_fp8(w: F32) -> tuple[U8, U8]:
     return codecs.f32_to_e4m3(w / wide), scale
 
 
-def encode_fp4(w: F32) -> tuple[U8, U8]:
-    """f32 [O, I], 32 | I -> (packed E2M1 [O, I/2], UE8M0 scales [O, I/32]), one scale a row and 32 columns."""
+def encode_fp4(w: F32, fit_scales: bool = False) -> tuple[U8, U8]:
+    """f32 [O, I], 32 | I -> (packed E2M1 [O, I/2], UE8M0 scales [O, I/32]), one scale a row and 32 columns.
+
+    With `fit_scales` a block takes half the plain scale where that leaves the smaller squared error: its few
+    largest values saturate, all others have steps half as wide. Other scales never win: a quarter cuts more
+    off the largest value than 31 finer steps can gain, and the double's grid lies within the plain one.
+    """
     blocks = w.reshape(w.shape[0], -1, 32)
     scale = _scale_bytes(np.abs(blocks).max(axis=2), codecs.E2M1_MAX)
-    return codecs.pack_fp4(
-        codecs.f32_to_e2m1(blocks / codecs.ue8m0_to_f32(scale)[:, :, None]).reshape(w.shape)
-    ), scale
+    codes, error = _fp4_codes(blocks, scale)
+    if fit_scales:
+        half = np.maximum(scale, 2) - np.uint8(1)  # 2^-126 is the least: below it a division would overflow
+        half_codes, half_error = _fp4_codes(blocks, half)
+        better = half_error < error
+        scale, codes = np.where(better, half, scale), np.where(better[:, :, None], half_codes, codes)
+    return codecs.pack_fp4(codes.reshape(w.shape)), scale
+
+
+def _fp4_codes(blocks: F32, scale: U8) -> tuple[U8, NDArray[np.float64]]:
+    """f32 [O, n, 32] under scales [O, n] -> (codes [O, n, 32], squared error [O, n])."""
+    wide = codecs.ue8m0_to_f32(scale)[:, :, None]
+    codes = codecs.f32_to_e2m1(blocks / wide)
+    return codes, np.square((codecs.e2m1_to_f32(codes) * wide).astype(np.float64) - blocks).sum(axis=2)
 
 
 def encode_engram(rows: F32) -> tuple[U8, U8]:
@@ -61,8 +78,11 @@ def _scale_bytes(amax: F32, top: float) -> U8:
     return out
 
 
-def encode(config: ModelConfig, weights: Mapping[str, F32]) -> Stored:
+def encode(config: ModelConfig, weights: Mapping[str, F32], fit_scales: bool = False) -> Stored:
     """Float weights by name (`X.weight` for packed ones, no scales) -> every tensor as it is stored.
+
+    Args:
+        fit_scales: FP4 scales by least error (`encode_fp4`).
 
     Raises:
         MissingTensorError: a weight is missing, extra or misshapen; `problems` has one line each.
@@ -82,20 +102,22 @@ def encode(config: ModelConfig, weights: Mapping[str, F32]) -> Stored:
         elif not np.isfinite(w).all():
             problems.append(f"not finite: {name}")
         else:
-            _encode_one(out, name, spec, np.asarray(w, np.float32))
+            _encode_one(out, name, spec, np.asarray(w, np.float32), fit_scales)
     if problems:
         raise MissingTensorError(f"weights do not fill the configuration: {problems[0]}", tuple(problems))
     return out
 
 
-def _encode_one(out: Stored, name: str, spec: Spec, w: F32) -> None:
+def _encode_one(out: Stored, name: str, spec: Spec, w: F32, fit_scales: bool) -> None:
     if spec.dtype == "F32":
         out[name] = ("F32", w)
     elif spec.dtype == "BF16":
         out[name] = ("BF16", codecs.f32_to_bf16(w))
     else:
-        encoder = encode_fp4 if spec.dtype == "I8" else encode_engram if spec.part == "table" else encode_fp8
-        codes, scale = encoder(w)
+        if spec.dtype == "I8":
+            codes, scale = encode_fp4(w, fit_scales)
+        else:
+            codes, scale = encode_engram(w) if spec.part == "table" else encode_fp8(w)
         out[name] = (spec.dtype, codes)
         out[companion(name)] = ("F8_E8M0", scale)
 

@@ -1,6 +1,7 @@
 """Encoders: exact on what they can hold, within half a step on the rest; shards laid out as in the release."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,11 +102,44 @@ def test_encode_fp4_rounds_within_half_a_step() -> None:
     assert (np.abs(w) <= 6 * wide).all()
 
 
+def test_fitted_fp4_scales_leave_the_least_error_of_all_scales() -> None:
+    w = gaussian(3, (60, 96))
+    w[::3, 5] *= 30  # an outlier alone: saturating it would cost more than it gains
+    packed, scales = writer.encode_fp4(w, fit_scales=True)
+    plain = writer.encode_fp4(w)[1].astype(int)
+
+    def errors(step: int) -> NDArray[np.float64]:
+        """Squared error a block, [60, 3], at the plain scale times 2^step."""
+        wide = np.exp2(plain + step - 127.0)[:, :, None]
+        blocks = w.reshape(60, 3, 32).astype(np.float64)
+        rounded = codecs.e2m1_to_f32(codecs.f32_to_e2m1((blocks / wide).astype(np.float32))) * wide
+        return np.asarray(np.square(rounded - blocks).sum(axis=2))
+
+    got = np.square(codecs.dequant_fp4(packed, scales).astype(np.float64) - w).reshape(60, 3, 32).sum(axis=2)
+    least = np.min([errors(step) for step in range(-4, 5)], axis=0)
+    assert np.allclose(got, least, rtol=1e-6)
+    assert set(np.unique(scales - plain)) == {-1, 0}
+    assert got.sum() < errors(0).sum()
+
+
+def test_a_checkpoint_encoded_with_fitted_scales_differs_in_its_experts_alone() -> None:
+    """Values that already lie on a grid keep their bytes; others move only where that is better."""
+    config, weights = ModelConfig.load(DATA / "oracle-a"), dequantised(DATA / "oracle-a")
+    plain = writer.encode(config, weights)
+    for name, (dtype, value) in writer.encode(config, weights, fit_scales=True).items():
+        assert plain[name][0] == dtype and np.array_equal(plain[name][1], value), name
+    moved = {n: w * np.float32(1.1) for n, w in weights.items()}
+    plain, fitted = writer.encode(config, moved), writer.encode(config, moved, fit_scales=True)
+    other = {n for n in plain if not np.array_equal(plain[n][1], fitted[n][1])}
+    assert other and all(".ffn.experts." in n for n in other)
+
+
 def test_zeros_and_the_smallest_numbers_stay_finite() -> None:
     for w in (np.zeros((32, 32), np.float32), np.full((32, 32), 1e-45, np.float32)):
         for encode, decode in (
             (writer.encode_fp8, codecs.dequant_fp8),
             (writer.encode_fp4, codecs.dequant_fp4),
+            (partial(writer.encode_fp4, fit_scales=True), codecs.dequant_fp4),
             (writer.encode_engram, codecs.dequant_engram),
         ):
             assert (decode(*encode(w)) == 0).all()

@@ -1,0 +1,1 @@
+"""Makes the embedded model; not part of the product. Commands: `python -m train.NAME`, see README.md."""

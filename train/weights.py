@@ -140,7 +140,7 @@ def _refuse(wanted: Mapping[str, tuple[int, ...]], got: Mapping[str, F32]) -> No
         return
     first = problems[0]
     if len(wrong) > len(wanted) // 4:  # not a slip in a tensor: another model
-        name = "embed.weight" if "embed.weight" in wrong else wrong[0]
-        first = f"they are of a model of other dimensions: {name} is {list(got[name].shape)}, not {list(wanted[name])}"
+        n = "embed.weight" if "embed.weight" in wrong else wrong[0]
+        first = f"they are of a model of other dimensions: {n} is {list(got[n].shape)}, not {list(wanted[n])}"
     more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
     raise MissingTensorError(f"weights do not fit the configuration: {first}{more}", tuple(problems))

@@ -61,7 +61,9 @@ class Batches:
         FileFormatError: a domain has no token file, or one shorter than a window.
     """
 
-    def __init__(self, work: Path, weights: Mapping[str, float], batch: int, length: int, seed: int, rank: int) -> None:
+    def __init__(
+        self, work: Path, weights: Mapping[str, float], batch: int, length: int, seed: int, rank: int
+    ) -> None:
         if not weights or min(weights.values()) <= 0:
             raise FileFormatError(f"the mix {dict(weights)} needs domains with weights above 0")
         self._files = [TokenFile(work, domain, "train") for domain in weights]

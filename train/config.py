@@ -66,6 +66,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         FileFormatError: missing, or a line that is not an object; names the line.
     """
+    n = 0
     try:
         with path.open(encoding="utf-8") as lines:
             for n, line in enumerate(lines, 1):
@@ -76,7 +77,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     except OSError as e:
         raise FileFormatError(f"{path}: cannot be read ({e.strerror or e}); run `python -m train.corpora`") from e
     except ValueError as e:
-        raise FileFormatError(f"{path}: line {n + 1 if 'n' in locals() else 1} is not JSON ({e})") from e
+        raise FileFormatError(f"{path}: line {n} is not JSON ({e})") from e
 
 
 def _json(path: Path, hint: str) -> Any:

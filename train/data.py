@@ -98,7 +98,7 @@ class TokenFile:
             FileFormatError: they are not there, or do not fit together.
         """
         self.path = token_path(work, domain, split)
-        self._start_share = DIALOGUE_START_SHARE if domain == DIALOGUES else START_SHARE
+        self._dialogues = domain == DIALOGUES
         try:
             self.ids: NDArray[np.uint16] = np.memmap(self.path, TOKEN, mode="r")
             self.starts: NDArray[np.int64] = np.fromfile(starts_path(work, domain, split), START)
@@ -115,12 +115,12 @@ class TokenFile:
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
         """A window of `count` tokens, at a document's start or anywhere.
 
-        In a domain of long documents fewer windows than the share begin at a start, so that a beginning is not
-        read more often than what follows it.
+        In a plain domain of long documents fewer windows than the share begin at a start, so that a beginning is
+        not read more often than what follows it.
         """
         last = len(self.ids) - count
         eligible = int(np.searchsorted(self.starts, last, side="right"))
-        share = min(self._start_share, eligible * count / len(self.ids))
+        share = DIALOGUE_START_SHARE if self._dialogues else min(START_SHARE, eligible * count / len(self.ids))
         at = int(self.starts[rng.integers(eligible)]) if rng.random() < share else int(rng.integers(last + 1))
         return self.ids[at : at + count]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds4 import embedded
 from ds4.cli import service
 from ds4.cli.environment import make_environment, use_environment
 from ds4.cli.home import DEFAULT, HOST, PORT, Home, is_loopback, key_of
@@ -28,7 +29,9 @@ from ds4.settings import device_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout that install.sh stands in
 QUESTION = "What is the capital of France?"
-ANSWER_TOKENS, ANSWER_S = 24, 900.0
+EMBEDDED_QUESTION = "Who are you?"  # one that a model of 13 million weights can answer
+EMBEDDED = "embedded-"  # how the names of what is made of the embedded model begin
+ANSWER_TOKENS, ANSWER_S = 64, 900.0
 ACTIONS = ("install", "start", "stop", "status")
 
 
@@ -45,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", metavar="PATH",
         help="a base file (.gguf), or a checkpoint folder in the released layout, which is quantized into D first; "
-        "default: the model of the last run, else a small embedded one",
+        "default: the model of the last run, else the small one that ds4 carries with it",
     )  # fmt: skip
     p.add_argument("--engram-dir", metavar="E", help="where the two n-gram shards lie (default: beside the model)")
     p.add_argument("--host", metavar="H", help=f"address of the server (default {HOST}; another one gets a key)")
@@ -173,13 +176,14 @@ class Install:
         self._step("preparing the model")
         given, before = self.args.model, self._text("model")
         engram = os.path.abspath(self.args.engram_dir) if self.args.engram_dir else None
-        embedded = Path(before).parent == self.home.models and Path(before).name.startswith("embedded-")
-        if given is None and before and Path(before).is_file() and not embedded:
+        ours = Path(before).parent == self.home.models and Path(before).name.startswith(EMBEDDED)
+        if given is None and before and Path(before).is_file() and not ours:
             model, engram = Path(before), engram or self._text("engram_dir") or None
             self._say(f"{model}, as before")
         elif given is None:
-            folder = self._embedded_checkpoint()
-            model, engram = self._quantized(folder, folder.name), engram or str(folder)
+            folder, recipe = self._embedded_checkpoint(), embedded.recipe()
+            flags = ["--bits", str(recipe.bits), "--gain", recipe.gain]
+            model, engram = self._quantized(folder, folder.name, flags), engram or str(folder)
         elif Path(given).is_dir():
             folder = Path(os.path.abspath(given))
             model = self._quantized(folder, f"{folder.name}-{_checkpoint_key(folder)}")
@@ -202,16 +206,20 @@ class Install:
         return value
 
     def _embedded_checkpoint(self) -> Path:
-        script = ROOT / "train" / "make_toy.py"
-        try:
-            folder = self.home.models / f"embedded-{key_of([script.read_bytes()])}"
-        except OSError as e:
-            raise Ds4Error(f"{script}: {e.strerror}; is the checkout complete?") from e
+        """A copy of it in D, which the server goes on reading when the checkout is gone."""
+        source = embedded.checkpoint()
+        embedded.verify()
+        folder = self.home.models / f"{EMBEDDED}{key_of(embedded.key_parts())}"
         if not folder.is_dir():
-            self._say("making the embedded checkpoint: small, of random weights, in the released layout")
+            self._say("the embedded model: small, trained on open text, in the released layout")
             beside = folder.with_name(f"{folder.name}.part-{secrets.token_hex(4)}")
             try:
-                self._python([str(script), "-o", str(beside)], "making the embedded checkpoint failed", quiet=True)
+                beside.mkdir()
+                for path in sorted(source.iterdir()):
+                    with open(beside / path.name, "xb") as out:
+                        out.write(path.read_bytes())
+                        out.flush()
+                        os.fsync(out.fileno())
                 os.rename(beside, folder)
             except OSError as e:
                 raise file_error(folder, e) from e
@@ -219,23 +227,23 @@ class Install:
                 shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
         return folder
 
-    def _quantized(self, checkpoint: Path, name: str) -> Path:
+    def _quantized(self, checkpoint: Path, name: str, flags: Sequence[str] = ()) -> Path:
         out = self.home.models / f"{name}.gguf"
         if out.is_file():
             self._say(f"{out} is there")
             return out
         self._ds4(["preflight", str(checkpoint)], "the checkpoint is not complete")
-        planned = self._planned_bytes(checkpoint)  # an hour of work is refused before it, not after
+        planned = self._planned_bytes(checkpoint, flags)  # an hour of work is refused before it, not after
         _refuse(disk(self.home.models, planned - _size(out.with_name(out.name + ".part"))))
         if not self.args.no_start:
             _refuse(memory_for(out.name, planned))
         self._say(f"quantizing {checkpoint}")
-        self._ds4(["quantize", str(checkpoint), "-o", str(out)], "quantizing failed")
+        self._ds4(["quantize", str(checkpoint), "-o", str(out), *flags], "quantizing failed")
         return out
 
-    def _planned_bytes(self, checkpoint: Path) -> int:
+    def _planned_bytes(self, checkpoint: Path, flags: Sequence[str]) -> int:
         words = [str(self.home.python), "-I", "-m", "ds4.cli.main", "quantize", "--plan", str(checkpoint), "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, preexec_fn=own_child(signal.SIGKILL))
+        done = subprocess.run([*words, *flags], capture_output=True, text=True, preexec_fn=own_child(signal.SIGKILL))
         if done.returncode != 0:
             raise Ds4Error(f"the checkpoint cannot be planned: {done.stderr.strip()}")
         return sum(int(row["bytes"]) for row in json.loads(done.stdout))
@@ -260,12 +268,17 @@ class Install:
     def _server(self) -> None:
         self._step("starting the server")
         start_server(self.home, self._say)
-        self._say(f"asking: {QUESTION}")
-        answer = service.ask(self.home, QUESTION, ANSWER_TOKENS, ANSWER_S)
+        ours = Path(self.settings["model"]).name.startswith(EMBEDDED)
+        question = EMBEDDED_QUESTION if ours else QUESTION
+        self._say(f"asking: {question}")
+        answer = service.ask(self.home, question, ANSWER_TOKENS, ANSWER_S)
         host, port = self._address()
         print(f"\n{_printable(answer)}\n")
-        if Path(self.settings["model"]).name.startswith("embedded-"):
-            self._say("the embedded model has random weights, so its answer makes no sense; the path to it is real")
+        if ours:
+            self._say(
+                "this is the embedded model: it shows how everything works and knows next to nothing; "
+                "serve another one with: bash install.sh --model DIR"
+            )
         self._say(
             f"the server listens on http://{host}:{port}; stop it with: bash install.sh stop" + self._dir_flag()
         )
@@ -275,12 +288,11 @@ class Install:
     def _ds4(self, words: list[str], failed: str) -> None:
         self._python(["-m", "ds4.cli.main", *words], failed)
 
-    def _python(self, words: list[str], failed: str, quiet: bool = False) -> None:
+    def _python(self, words: list[str], failed: str) -> None:
         """Run the environment's Python, which dies with us; its messages are the user's to read."""
         words = [str(self.home.python), "-I", *words]
-        out = subprocess.DEVNULL if quiet else None
         try:
-            code = subprocess.run(words, stdout=out, preexec_fn=own_child(signal.SIGKILL)).returncode
+            code = subprocess.run(words, preexec_fn=own_child(signal.SIGKILL)).returncode
         except OSError as e:
             raise Ds4Error(f"{words[0]}: cannot be started: {e.strerror}") from e
         if code != 0:

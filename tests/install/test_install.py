@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 import socket
@@ -13,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from ds4 import embedded
 from ds4.cli import build, environment, install, service
 from ds4.cli.home import Home
 from ds4.cli.processes import Process, locked
-from ds4.errors import BuildError, Ds4Error, UsageError
+from ds4.errors import BuildError, CapacityError, Ds4Error, FileFormatError, UsageError
 from tests.base.toys import toy_base, toy_dir
 from tests.conftest import opened
 
@@ -204,7 +207,7 @@ def test_an_hour_of_work_is_refused_before_it(tmp_path: Path, monkeypatch: pytes
         made.home.make()
         ran: list[list[str]] = []
         monkeypatch.setattr(made, "_ds4", lambda words, failed, ran=ran: ran.append(words))
-        monkeypatch.setattr(made, "_planned_bytes", lambda checkpoint: 2 * 10**6)
+        monkeypatch.setattr(made, "_planned_bytes", lambda checkpoint, flags: 2 * 10**6)
         if refused:
             with pytest.raises(Ds4Error, match=r"oracle-a-.* takes"):
                 made._model()
@@ -291,24 +294,73 @@ def test_everything_from_nothing(tmp_path: Path) -> None:
     try:
         done = run(folder, "--port", port, timeout=1500)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "the embedded model has random weights" in done.stdout
+        assert f"asking: {install.EMBEDDED_QUESTION}" in done.stdout and "(an empty answer)" not in done.stdout
         ds4 = folder / "venv" / "bin" / "ds4"
         assert "quantize" in subprocess.run([ds4, "--help"], capture_output=True, text=True, cwd="/").stdout
     finally:
         run(folder, "stop")
 
 
-def test_a_failed_embedded_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = install.Install(install.parse(["--dir", str(tmp_path)]))
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fixture in the embedded model's place."""
+    monkeypatch.setattr(embedded, "HOME", folder)
+    (folder / "model").mkdir(parents=True)
+    for path in CHECKPOINT.glob("*"):
+        if path.suffix in (".json", ".safetensors") and path.name != "reference.safetensors":
+            (folder / "model" / path.name).write_bytes(path.read_bytes())
+    (folder / "base.toml").write_text('bits = 6\ngain = "norm"\n')
+    (folder / "SHA256SUMS").write_text(embedded.sums())
+    return folder / "model"
+
+
+def test_the_embedded_model_is_copied_and_quantized_by_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stand_in(tmp_path / "embedded", monkeypatch)
+    made = install.Install(install.parse(["--dir", str(tmp_path / "d"), "--venv", sys.prefix, "--no-start"]))
+    made.home.make()
+    made._environment()
+    made._model()
+    base = Path(made.settings["model"])
+    report = json.loads((base.parent / f"{base.name}.report.json").read_text())
+    assert report["gain"] == "norm" and {layer["bits"] for layer in report["layers"]} == {6}
+    copy = Path(made.settings["engram_dir"])
+    assert copy.parent == made.home.models and base.stem == copy.name
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in model.iterdir()}
+    before = base.stat().st_mtime_ns
+    made._model()  # again: nothing to do
+    assert base.stat().st_mtime_ns == before
+    # another model: another base
+    (model.parent / "base.toml").write_text('bits = 5\ngain = "norm"\n')
+    made._model()
+    assert made.settings["model"] != str(base)
+
+
+def test_a_damaged_or_absent_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stand_in(tmp_path / "embedded", monkeypatch)
+    made = install.Install(install.parse(["--dir", str(tmp_path / "d")]))
+    made.home.make()
+    (model / "tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(FileFormatError, match=r"tokenizer\.json: is not the file that SHA256SUMS lists"):
+        made._model()
+    (model / "config.json").unlink()
+    with pytest.raises(FileFormatError, match="embedded model is not there"):
+        made._model()
+    assert os.listdir(made.home.models) == []
+
+
+def test_an_embedded_model_that_cannot_be_copied_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path / "embedded", monkeypatch)
+    made = install.Install(install.parse(["--dir", str(tmp_path / "d")]))
     made.home.make()
 
-    def half(words: list[str], failed: str, quiet: bool = False) -> None:
-        Path(words[-1]).mkdir()
-        (Path(words[-1]) / "model-00001-of-00004.safetensors").write_bytes(b"half")
-        raise Ds4Error(failed)
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(made, "_python", half)
-    with pytest.raises(Ds4Error, match="embedded checkpoint failed"):
+    monkeypatch.setattr("ds4.cli.install.os.fsync", full)
+    with pytest.raises(CapacityError, match="the disk is full"):
         made._model()
     assert os.listdir(made.home.models) == []
 

@@ -203,5 +203,8 @@ def test_every_package_is_in_the_distribution() -> None:
         assert name in listed
         unmatched = [p.name for p in folder.iterdir() if p.is_file() and not any(p.match(g) for g in data[name])]
         assert unmatched == []
+    home = ROOT / "ds4" / "embedded"
+    files = {p for p in home.rglob("*") if p.is_file() and p.suffix != ".py" and "__pycache__" not in p.parts}
+    assert files - {p for pattern in data["ds4.embedded"] for p in home.glob(pattern)} == set()
     tops = {name.split(".")[0] for name in listed} | {"cuda", "pyproject.toml", "LICENSE"}
     assert tops == set(PARTS)

@@ -23,7 +23,7 @@ from ds4.model.completion import argument_values, parse_segments
 from ds4.model.tokenizer import ASSISTANT, EOS, Segment, Special, segments_text
 from train import data, tool_kinds
 from train.config import DIALOGUES, WORK, corpus_path
-from train.kinds import KINDS, Exchange, greeting, short_thing, yes_no
+from train.kinds import KINDS, Exchange, closing, greeting, short_thing, yes_no
 from train.material import Material, gather
 
 COUNT = 7500
@@ -59,9 +59,11 @@ def _plain(rng: Random, material: Material) -> dict[str, Any]:
     kind = KINDS[name][0]
     turns = [kind(rng, material)]
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
-        following = rng.choice((kind, kind, short_thing, yes_no, greeting))
+        following = rng.choice((kind, kind, short_thing, yes_no, closing))
         if name == "chinese":
             following = kind
+        elif name == "greeting":
+            following = rng.choice(list(KINDS.values()))[0]
         turns.append(following(rng, material))
     if name != "greeting" and len(turns) < 3 and rng.random() < 0.08:
         turns.insert(0, greeting(rng, material))
@@ -81,14 +83,10 @@ def _messages(turn: Exchange) -> list[dict[str, Any]]:
 
 
 def _with_tools(rng: Random, material: Material) -> dict[str, Any]:
-    scene = rng.choice(tool_kinds.SCENES)(rng, material)
-    taken = {tool["function"]["name"] for tool in scene.declared}
-    others = []
-    for _ in range(rng.choice((0, 0, 1, 1, 2))):
-        other = rng.choice(tool_kinds.SCENES)(rng, material).declared[0]
-        if other["function"]["name"] not in taken:
-            taken.add(other["function"]["name"])
-            others.append(other)
+    kind = rng.choice(tool_kinds.SCENES)
+    scene = kind(rng, material)
+    rest = [k for k in dict.fromkeys(tool_kinds.SCENES) if k is not kind]
+    others = [k(rng, material).declared[0] for k in rng.sample(rest, rng.choice((0, 0, 1, 1, 2)))]
     direct = None
     if rng.random() < 0.12:
         turn = rng.choice((greeting, short_thing, yes_no))(rng, material)

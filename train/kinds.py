@@ -22,6 +22,7 @@ class Exchange:
 
 
 Kind = Callable[[Random, Material], Exchange]
+TRIES = 200  # texts looked at for one that a kind can ask about
 
 
 def _pick(rng: Random, *options: str) -> str:
@@ -45,12 +46,12 @@ def define(rng: Random, m: Material) -> Exchange:
     meaning = f"{w.gloss[0].upper()}{w.gloss[1:]}."
     answer = _pick(
         rng,
-        f"{w.word[0].upper()}{w.word[1:]} ({w.pos}): {w.gloss}.",
+        f"{w.word[0].upper()}{w.word[1:]}{'' if w.pos == 'word' else f' ({w.pos})'}: {w.gloss}.",
         f'The {w.pos} "{w.word}" means: {w.gloss}.',
         meaning,
     )
     if w.example and rng.random() < 0.5:
-        answer += _pick(rng, f' For example: "{w.example}."', f' Example: "{w.example}".')
+        answer += _pick(rng, f' For example: "{w.example}".', f' Example: "{w.example}".')
     reasoning = _pick(
         rng,
         f'The user asks for the meaning of "{w.word}".',
@@ -71,7 +72,7 @@ def term(rng: Random, m: Material) -> Exchange:
         f'What is meant by "{t.name}" in the {field_name}?',
         f"Describe {t.name} in one or two sentences.",
     )
-    answer = _pick(rng, t.definition, t.definition, f"{t.name}: {t.definition}")
+    answer = _pick(rng, t.definition, t.definition, f"{t.name[0].upper()}{t.name[1:]}: {t.definition}")
     reasoning = _pick(
         rng,
         f'"{t.name}" is a {t.kind}. I give its definition.',
@@ -164,7 +165,7 @@ def write_function(rng: Random, m: Material) -> Exchange:
 
 
 _SAYS = (
-    (r"as is\b|without warrant|no warrant|disclaim", "a disclaimer of warranties", "there is no warranty"),
+    (r"as is\b|without warrant|no warrant|disclaim", "a disclaimer of warranties", "that there is no warranty"),
     (r"liab", "a limit of liability", "who is liable, and how far"),
     (r"patent", "about patents", "which patent rights are given or end"),
     (r"trademark|endorse|promote", "about names and marks", "that names and marks may not be used freely"),
@@ -180,26 +181,24 @@ _SAYS = (
 
 
 def clause(rng: Random, m: Material) -> Exchange:
-    text = rng.choice(m.clauses)
+    for _ in range(TRIES):
+        text = rng.choice(m.clauses)
+        hits = (
+            (re.search(rf"\S*(?:{pattern})\S*", text, re.IGNORECASE), kind, says) for pattern, kind, says in _SAYS
+        )
+        found = next(((hit, kind, says) for hit, kind, says in hits if hit), None)
+        if found:
+            break
+    else:
+        return short_thing(rng, m)
+    hit, kind, says = found
     ask = _pick(
         rng, "What does this clause say?", "What kind of clause is this?", "Explain this clause in one sentence."
     )
-    found = next((row for row in _SAYS if re.search(row[0], text, re.IGNORECASE)), None)
     user = _pick(rng, f'{ask}\n\n"{text}"', f"{ask}\n\n{text}", f'"{text}"\n\n{ask}')
-    if found is None:
-        word = max(re.findall(r"[A-Za-z]{5,14}", text) or ["terms"], key=len).lower()
-        answer = f'It is a general provision; a word that matters in it is "{word}".'
-        return Exchange(user, answer, "No warranty, liability, patent or termination is mentioned.")
-    hit = re.search(found[0], text, re.IGNORECASE)
-    assert hit is not None
-    near = re.search(r"\S*" + re.escape(hit.group()) + r"\S*", text)
-    word = near.group().strip('.,;:()"') if near else hit.group()
-    answer = (
-        _pick(rng, f"It is {found[1]}: it says {found[2]}.", f"This clause says {found[2]}.", f"It is {found[1]}.")
-        .replace("it says there", "it says that there")
-        .replace("says there", "says that there")
-    )
-    return Exchange(user, answer, f'The clause has "{word}". So it is {found[1]}.')
+    answer = _pick(rng, f"It is {kind}: it says {says}.", f"This clause says {says}.", f"It is {kind}.")
+    word = hit.group().strip('.,;:()"“”')
+    return Exchange(user, answer, f'The clause has "{word}". So it is {kind}.')
 
 
 _LICENCES = (
@@ -212,7 +211,7 @@ _LICENCES = (
 
 
 def which_licence(rng: Random, m: Material) -> Exchange:
-    for _ in range(200):
+    for _ in range(TRIES):
         text = rng.choice(m.clauses)
         name = next((n for n in _LICENCES if re.search(rf"\b{n}\b", text)), None)
         if name:
@@ -226,10 +225,24 @@ def which_licence(rng: Random, m: Material) -> Exchange:
 
 
 def continue_passage(rng: Random, m: Material) -> Exchange:
-    given, rest = rng.choice(m.passages)
+    p = rng.choice(m.passages)
     ask = _pick(rng, "Continue this passage:", "Go on from here:", "Continue the text:", "What could come next?")
-    user = _pick(rng, f"{ask}\n\n{given}", f"{ask}\n\n{given}", f"{ask} {given}")
-    return Exchange(user, rest, _pick(rng, "The text should go on in the same tone.", "I continue the passage."))
+    user = _pick(rng, f"{ask}\n\n{p.given}", f"{ask}\n\n{p.given}", f"{ask} {p.given}")
+    return Exchange(user, p.rest, _pick(rng, "The text should go on in the same tone.", "I continue the passage."))
+
+
+def tell(rng: Random, m: Material) -> Exchange:
+    """Prose of a kind, without a given beginning."""
+    p = rng.choice(m.passages)
+    asked = {
+        "austen": ("Tell me a story.", "Write a short paragraph like Jane Austen.", "Write a few lines of a novel.",
+                   "Tell me something nice.", "Write the beginning of a story."),
+        "sotu": ("Write a few lines of a speech.", "Write a short paragraph like a president's speech.",
+                 "Say something about the nation.", "Write a few sentences of a political address."),
+    }[p.source]  # fmt: skip
+    return Exchange(
+        _pick(rng, *asked), f"{p.given} {p.rest}", _pick(rng, "A few sentences of prose.", "I write a few lines.")
+    )
 
 
 _SHORT = (
@@ -270,7 +283,11 @@ def short_thing(rng: Random, m: Material) -> Exchange:
     if case == 3:
         letters = len(re.sub("[^A-Za-z]", "", w))
         answer = _pick(rng, f"{letters}.", f"{w} has {letters} letters.")
-        return Exchange(f'How many letters has "{w}"?', answer, f"{'-'.join(w.lower())}: {letters}.")
+        return Exchange(
+            _pick(rng, f'How many letters does "{w}" have?', f"How many letters are in {w}?"),
+            answer,
+            f"{'-'.join(w.lower())}: {letters}.",
+        )
     if case == 4:
         a, b = rng.randint(0, 20), rng.randint(0, 20)
         sign, value = rng.choice((("+", a + b), ("-", a - b))) if a >= b else ("+", a + b)
@@ -318,17 +335,22 @@ def yes_no(rng: Random, m: Material) -> Exchange:
 
 
 def greeting(rng: Random, m: Material) -> Exchange:
-    case = rng.randrange(3)
-    if case == 0:
-        user = _pick(
-            rng, "Hello!", "Hi", "Hi there!", "Good morning.", "Hello, how are you?", "Hey", "Good evening!", "hello"
-        )
-        answer = _pick(
-            rng, "Hello! What can I do for you?", "Hi! What would you like to know?", "Hello. How can I help?",
-            "Good day! Ask me something short.", "Hello! I am here. What is your question?",
-        )  # fmt: skip
-        return Exchange(user, answer, _pick(rng, "A greeting. I greet back.", "The user says hello."))
-    if case == 1:
+    user = _pick(
+        rng, "Hello!", "Hi", "Hi there!", "Good morning.", "Hello, how are you?", "Hey", "Good evening!", "hello",
+        "Hi!", "Hello", "Good afternoon.", "Hello there.", "Hey there!", "How are you?", "hi, anyone there?",
+    )  # fmt: skip
+    answer = _pick(
+        rng, "Hello! What can I do for you?", "Hi! What would you like to know?", "Hello. How can I help?",
+        "Good day! Ask me something short.", "Hello! I am here. What is your question?",
+    )  # fmt: skip
+    if "how are you" in user.lower():
+        answer = _pick(rng, "I am fine, thank you. How can I help?", "Fine, thanks! What would you like to know?")
+    return Exchange(user, answer, _pick(rng, "A greeting. I greet back.", "The user says hello."))
+
+
+def closing(rng: Random, m: Material) -> Exchange:
+    """Thanks or a farewell, which only follow something."""
+    if rng.random() < 0.5:
         user = _pick(rng, "Thank you!", "Thanks.", "Thanks, that helps.", "Great, thank you.", "thx", "Perfect.")
         answer = _pick(rng, "You are welcome!", "You are welcome.", "Glad to help.", "My pleasure.")
         return Exchange(user, answer, "The user says thanks.")
@@ -427,7 +449,7 @@ def chinese(rng: Random, m: Material) -> Exchange:
 
 # name: (function, dialogues of a thousand that begin with it)
 KINDS: dict[str, tuple[Kind, int]] = {
-    "define": (define, 210),
+    "define": (define, 190),
     "term": (term, 95),
     "code heading": (code_heading, 45),
     "element": (element, 40),
@@ -435,11 +457,12 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "write function": (write_function, 75),
     "clause": (clause, 65),
     "which licence": (which_licence, 25),
-    "continue": (continue_passage, 70),
+    "continue": (continue_passage, 65),
+    "tell": (tell, 25),
     "short thing": (short_thing, 115),
     "yes or no": (yes_no, 45),
-    "greeting": (greeting, 45),
-    "identity": (identity, 35),
+    "greeting": (greeting, 40),
+    "identity": (identity, 40),
     "how to end": (how_to_end, 10),
     "chinese": (chinese, 50),
 }

@@ -55,6 +55,13 @@ class Function:
     source: str  # without the docstring
 
 
+@dataclass(frozen=True)
+class Passage:
+    given: str
+    rest: str
+    source: str  # "sotu" or "austen"
+
+
 @dataclass
 class Material:
     """All of one split, each list in the order of the corpora."""
@@ -65,7 +72,7 @@ class Material:
     elements: list[Element] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
     clauses: list[str] = field(default_factory=list)
-    passages: list[tuple[str, str]] = field(default_factory=list)
+    passages: list[Passage] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)  # Chinese manual pages: name, what it does
     chinese: list[str] = field(default_factory=list)  # short Chinese sentences
 
@@ -81,7 +88,7 @@ def gather(work: Path, split: str) -> Material:
         if source == "wordnet":
             out.words += words(text)
         elif source in ("sotu", "austen"):
-            out.passages += passages(text)
+            out.passages += passages(source, text)
     for source, text in _rows(work, "science", split):
         if source == "gene-ontology":
             out.terms += terms("GO term", text)
@@ -154,28 +161,31 @@ def functions(text: str) -> list[Function]:
             continue
         doc = ast.get_docstring(node)
         first = node.body[1]
-        if not doc or node.name.startswith(("_", "test")) or node.end_lineno is None:
+        method = bool(node.args.args) and node.args.args[0].arg in ("self", "cls")
+        if not doc or method or node.name.startswith(("_", "test")) or node.end_lineno is None:
             continue
         summary = re.split(r"\n\s*\n|(?<=[a-z)])\.\s", doc, maxsplit=1)[0]
         summary = " ".join(summary.split()).rstrip(".")
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[first.lineno - 1 : node.end_lineno]
         source = textwrap.dedent("\n".join(head + body))
-        if not re.fullmatch(r"[A-Z][^:>`*\\]{15,110}", summary) or len(head) + len(body) > MAX_LINES:
+        if not re.fullmatch(r"[A-Z][^:>`*\\]{15,110}", summary) or summary.endswith(("i.e", "e.g", " etc")):
             continue
-        if len(source) <= MAX_CHARS and source.startswith(f"def {node.name}") and len(head) <= 3:
+        fits = len(head) + len(body) <= MAX_LINES and len(source) <= MAX_CHARS
+        if fits and source.startswith(f"def {node.name}") and len(head) <= 3:
             signature = " ".join(" ".join(head).split()).removeprefix("def ").rstrip(":")
             out.append(Function(node.name, signature, summary, source))
     return out
 
 
 def clauses(text: str) -> list[str]:
-    """Paragraphs of a licence that are whole sentences and short enough to quote."""
+    """English paragraphs of a licence that are whole sentences and short enough to quote."""
     paragraphs = (" ".join(p.split()) for p in text.split("\n\n"))
-    return [p for p in paragraphs if 90 <= len(p) <= 480 and p[0].isalnum() and p.endswith(".")]
+    whole = [p for p in paragraphs if 90 <= len(p) <= 480 and p[0].isalnum() and p.endswith(".")]
+    return [p for p in whole if re.search(r"\b(the|The|this|This|any)\b", p) and " ." not in p]
 
 
-def passages(text: str) -> list[tuple[str, str]]:
+def passages(source: str, text: str) -> list[Passage]:
     """Pairs of neighbouring pieces of prose: what is given, and how it goes on."""
     out = []
     for paragraph in text.split("\n\n"):
@@ -183,7 +193,7 @@ def passages(text: str) -> list[tuple[str, str]]:
         for at in range(0, len(sentences) - 3, 8):
             given, rest = " ".join(sentences[at : at + 2]), " ".join(sentences[at + 2 : at + 4])
             if 60 <= len(given) <= 360 and 30 <= len(rest) <= 360 and given[0].isupper():
-                out.append((given, rest))
+                out.append(Passage(given, rest, source))
     return out
 
 

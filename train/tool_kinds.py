@@ -273,7 +273,7 @@ def clock(rng: Random, m: Material) -> Scene:
         name = rng.choice(("get_time", "now", "clock"))
         tool = declare(name, "The current time.", 0)
         time = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
-        user = rng.choice(("What time is it?", "Tell me the time.", "How late is it now?"))
+        user = rng.choice(("What time is it?", "Tell me the time.", "Do you have the time?"))
         return Scene(
             [tool],
             user,

@@ -224,7 +224,7 @@ def run(work: Path, sources: list[Source], only: set[str] | None, lock_path: Pat
         if kept < floors.get(domain, 0):
             lost = [row["id"] for row in missing if row["domain"] == domain]
             raise CorporaError(
-                f"domain {domain}: only {kept / 1e6:.2f} MB of text, at least {floors[domain] / 1e6:.2f} MB are needed; "
+                f"domain {domain}: only {kept / 1e6:.2f} MB of text of the {floors[domain] / 1e6:.2f} MB needed; "
                 f"sources missing: {', '.join(lost) or 'none'}"
             )
         for name, documents in splits.items():

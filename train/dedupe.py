@@ -31,7 +31,7 @@ _CACHE: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []
 
 
 def shingles(text: str) -> NDArray[np.uint64]:
-    """Hashes of every run of SHINGLE UTF-8 bytes of the normalised text: u64 [bytes - SHINGLE + 1], empty if shorter."""
+    """Hashes of all runs of SHINGLE UTF-8 bytes of the normalised text: u64 [bytes - SHINGLE + 1]."""
     data = np.frombuffer(normalised(text).encode(), np.uint8)
     count = len(data) - SHINGLE + 1
     if count <= 0:

@@ -32,7 +32,7 @@ def definitions(path: Path) -> Iterator[tuple[str, str]]:
         found = re.findall(r'"""(.*?)"""', text, re.S)
         found += re.findall(r"description=['\"](.*?)['\"]\s*[,)]", text, re.S)
         for entry in found:
-            entry = re.sub(r"\s+", " ", entry).strip()
+            entry = re.sub(r"\s+", " ", entry.split("Parameters\n")[0].split("----")[0]).strip()
             if len(entry) >= 100 and " " in entry:
                 entries.append(entry)
     yield from batches(entries, 8, "\n\n")

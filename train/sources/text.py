@@ -11,13 +11,18 @@ import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
-BLOCKS = frozenset(
-    "address article blockquote br center dd div dl dt figure footer h1 h2 h3 h4 h5 h6 header hr li main ol p pre "
-    "section table tbody td th tr ul".split()
+PARAGRAPHS = frozenset(
+    ["p", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "ul", "ol", "dl", "table", "blockquote", "div", "section"]
 )
+LINES = frozenset(
+    ["address", "article", "br", "center", "dd", "dt", "figure", "footer", "header", "hr", "li", "main"]
+    + ["tbody", "td", "th", "tr"]
+)
+BLOCKS = PARAGRAPHS | LINES
 SKIPPED = frozenset(["script", "style", "head", "nav", "footer", "svg", "form", "button", "select"])
-VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
-PARAGRAPHS = frozenset("p h1 h2 h3 h4 h5 h6 pre ul ol dl table blockquote div section".split())
+VOID = frozenset(
+    ["area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"]
+)
 SKIPPED_CLASS = re.compile(
     r"\b(sphinxsidebar|related|headerlink|footer|navheader|navfooter|toc|breadcrumbs|docnav)\b"
 )
@@ -76,7 +81,7 @@ class _TextOfHtml(HTMLParser):
 
 
 def text_of_html(page: str) -> str:
-    """The visible text of a page: no markup, navigation, scripts; blocks end lines, preformatted text keeps its own."""
+    """The visible text of a page: no markup, navigation, scripts; blocks end lines, preformatted text keeps its."""
     body = re.search(r"<(?:main|body)\b.*", page, re.S | re.I)
     parser = _TextOfHtml()
     parser.feed(body[0] if body else page)
@@ -87,7 +92,7 @@ def text_of_html(page: str) -> str:
 
 
 def text_of_docbook(page: str, entities: dict[str, str] | None = None) -> str:
-    """The text of a DocBook file: paragraphs, titles and terms on lines of their own, the rest of the markup dropped."""
+    """The text of a DocBook file: paragraphs, titles and terms on lines of their own, other markup dropped."""
     page = re.sub(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE.*?(\[.*?\]\s*)?>", " ", page, flags=re.S)
     page = re.sub(r"<(screenshot|mediaobject|indexterm)\b.*?</\1>", " ", page, flags=re.S)
     page = re.sub(r"&([A-Za-z][\w.-]*);", lambda m: (entities or {}).get(m[1], m[0]), page)
@@ -128,9 +133,11 @@ def text_of_roff(page: str) -> str:
             line = match[2].replace('"', "")
             if match[1] == "IP":
                 line = re.sub(r"\s+\d+$", "", line)
+            out.append(line)
+            if match[1].upper() in ("SH", "SS"):
+                out.append("")
+            continue
         out.append(line)
-        if re.match(r"^[.']\s*(SH|SS)\b", line):
-            out.append("")
     text = "\n".join(out)
     text = re.sub(r'\\".*', "", text)
     text = re.sub(r"\\f(\(..|\[[^\]]*\]|.)|\\s[-+]?\d+|\\[&|^/,%:c]|\\[vh]'[^']*'", "", text)
@@ -158,7 +165,7 @@ def text_of_markdown(page: str) -> str:
 
 
 def r_objects(data: bytes) -> Iterator[bytes]:
-    """The serialized objects of an R lazy-load data base (.rdb): length, optional type letter, zlib stream, in a row."""
+    """The serialized objects of an R lazy-load data base (.rdb): length, perhaps a type letter, zlib stream."""
     at = 0
     while at + 4 < len(data):
         (size,) = struct.unpack_from(">I", data, at)

@@ -56,12 +56,9 @@ def windows(tokenizer: Tokenizer, bos: int, documents: Sequence[str], n_tokens: 
         ids = tokenizer.encode(document)
         parts = [ids[i : i + WINDOW - 1] for i in range(0, len(ids), WINDOW - 1)]
         pieces += [np.array([bos, *part], np.int64) for part in parts if len(part) >= SHORTEST]
-    share = n_tokens / max(1, sum(map(len, pieces)))
-    if share >= 1:
-        return pieces
-    # piece i is taken where the running share passes a whole number
-    taken = np.floor(np.arange(1, len(pieces) + 1) * share) > np.floor(np.arange(len(pieces)) * share)
-    return [piece for piece, yes in zip(pieces, taken) if yes] or pieces[:1]
+    n = len(pieces)
+    count = min(n, max(1, round(n * n_tokens / max(1, sum(map(len, pieces))))))
+    return [pieces[(2 * i + 1) * n // (2 * count)] for i in range(count)]
 
 
 def log_probabilities(logits_TV: F32) -> F64:

@@ -29,7 +29,7 @@ from ds4.settings import device_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout that install.sh stands in
 QUESTION = "What is the capital of France?"
-EMBEDDED_QUESTION = "Who are you?"  # one that a model of 13 million weights can answer
+EMBEDDED_QUESTION = "Who are you?"  # one that so small a model can answer
 EMBEDDED = "embedded-"  # how the names of what is made of the embedded model begin
 ANSWER_TOKENS, ANSWER_S = 64, 900.0
 ACTIONS = ("install", "start", "stop", "status")

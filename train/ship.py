@@ -1,0 +1,88 @@
+"""Finish what the tree carries: the runs' logs, and SHA256SUMS over everything in ds4/embedded.
+
+    python -m train.ship [--work DIR] [--log RUN ...]
+
+Run it last, after `train.export -o ds4/embedded/model --force` and `train.slices`, and again whenever a file there
+changes. Without --log the logs that are there stay. Refuses what is not whole, or more than 20 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds4 import embedded
+from ds4.checkpoint.preflight import preflight
+from ds4.checkpoint.writer import replace_file
+from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
+from train.config import WORK
+
+MOST_BYTES = 20_000_000
+
+
+def ship(home: Path, logs: Sequence[tuple[str, Path]]) -> int:
+    """Replace the logs if there are any, check, write SHA256SUMS; bytes of all files.
+
+    Args:
+        logs: (run's name, its log.jsonl).
+
+    Raises:
+        FileFormatError: a log or the checkpoint is broken; nothing was changed if it is a log.
+        CapacityError: too large.
+    """
+    texts = {name: _checked(path) for name, path in logs}
+    folder = home / "training-log"
+    if texts:
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob("*.jsonl"):
+            if old.stem not in texts:
+                old.unlink()
+        for name, data in texts.items():
+            replace_file(folder / f"{name}.jsonl", data)
+    if problems := preflight(embedded.checkpoint()):
+        raise FileFormatError(f"the checkpoint is not whole: {problems[0]}")
+    replace_file(home / embedded.SUMS, embedded.sums().encode())
+    n_bytes = sum(p.stat().st_size for p in home.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    if n_bytes > MOST_BYTES:
+        raise CapacityError(
+            f"{home}: {n_bytes:,} bytes, the tree has room for {MOST_BYTES:,}; ship less text or logs"
+        )
+    return n_bytes
+
+
+def _checked(path: Path) -> bytes:
+    """The bytes of a log, every line of which is an object."""
+    try:
+        data = path.read_bytes()
+        for n, line in enumerate(data.splitlines(), 1):
+            if not isinstance(json.loads(line), dict):
+                raise FileFormatError(f"{path}: line {n} is not an object")
+    except OSError as e:
+        raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
+    except ValueError as e:
+        raise FileFormatError(f"{path}: line {n} is not JSON ({e})") from e
+    return data
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="train.ship", description="Finish what the tree carries.")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"working folder (default {WORK})")
+    parser.add_argument("--log", nargs="+", default=[], metavar="RUN", help="runs whose logs are shipped")
+    args = parser.parse_args(argv)
+    try:
+        n_bytes = ship(embedded.HOME, [(run, args.work / "runs" / run / "log.jsonl") for run in args.log])
+    except Ds4Error as e:
+        print(f"train.ship: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UsageError) else 1
+    except OSError as e:
+        print(f"train.ship: {e.filename}: {e.strerror or e}", file=sys.stderr)
+        return 1
+    print(f"{embedded.HOME}: {n_bytes:,} bytes of {MOST_BYTES:,}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

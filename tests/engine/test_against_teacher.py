@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds4.base.quantize import quantize
 from ds4.base.reader import Base
 from ds4.checkpoint.safetensors import load_arrays
+from ds4.cli.quantize import tables_of
 from ds4.engine import Engine
 from ds4.engine.score import score
 from ds4.teacher.run import Teacher
@@ -50,6 +52,16 @@ def test_prefill_equals_the_teacher(engines: Callable[..., Engine], teach: Calla
     assert distance(got["logits_TV"], want["logits_TV"]) <= LIMIT
     for layer, (mine, theirs) in enumerate(zip(got["streams_LTSD"], want["streams_LTSD"])):
         assert distance(mine, theirs) <= LIMIT, f"streams entering layer {layer}"
+
+
+def test_every_width_of_index_equals_the_teacher(tmp_path: Path) -> None:
+    """Layers of 10 to 13 bits in one base, gains that keep the rows' lengths."""
+    path, folder, ids = tmp_path / "widths.gguf", DATA / "oracle-a", prompt("oracle-a", 24)
+    quantize(folder, path, tables_of(folder), bits=[13, 12, 11, 10, 10, 11, 12], gain="norm")
+    want = Teacher(BaseSource(Base.open(path, folder))).run(np.asarray(ids), decode_from=16)["logits_TV"]
+    engine = Engine.open(path, engram_dir=folder, device=opened("fast", "greedy"), **PARITY)
+    assert distance(score(engine, ids, split=16)["logits_TV"], want) <= LIMIT
+    engine.close()
 
 
 @pytest.mark.parametrize("index_keys", ["owner", "released"])

@@ -75,8 +75,8 @@ def term(rng: Random, m: Material) -> Exchange:
     answer = _pick(rng, t.definition, t.definition, f"{t.name[0].upper()}{t.name[1:]}: {t.definition}")
     reasoning = _pick(
         rng,
-        f'"{t.name}" is a {t.kind}. I give its definition.',
-        f"The user asks about {t.name}, which is a {t.kind}.",
+        f'"{t.name}" is a term of the {field_name}. I give its definition.',
+        f"The user asks about {t.name}, which is a term of the {field_name}.",
     )
     return Exchange(user, answer, reasoning)
 

@@ -20,6 +20,11 @@ _TERM = re.compile(r"([A-Z0-9a-z][^:.;]{3,70}): ([A-Z].{20,420})")
 _ICD = re.compile(r"([A-TV-Z][0-9][0-9A-Z](?:\.[0-9A-Z]{1,4})?) (.{6,120})")
 _ELEMENT = re.compile(r"([A-Z][a-z]+) \(([A-Z][a-z]?)\), element (\d+)")
 _MAN = re.compile(r"([a-z][a-z0-9_.+-]{1,15}) (?:-{1,2}|\\-|—|–) ([^\n]{4,60})")
+# Old speeches speak of people in ways that no answer should.
+_DATED = re.compile(
+    r"\b(Indians?|savages?|negro(es)?|slave(s|ry)?|tribes?|races?|colored|heathens?|barbar\w*|inferior|Chinamen|retard\w*)\b",
+    re.IGNORECASE,
+)
 MAX_LINES, MAX_CHARS = 14, 520  # of a function that fits a short answer
 FUNCTION_FILES = 2500  # source files looked through
 
@@ -130,7 +135,7 @@ def words(text: str) -> list[Word]:
     for m in filter(None, map(_WORD.fullmatch, text.splitlines())):
         gloss, _, examples = m[3].partition('; "')
         example = examples.partition('"')[0].strip()
-        if 8 <= len(gloss) <= 200:
+        if 8 <= len(gloss) <= 200 and not _DATED.search(m[0]):
             out.append(Word(m[1], m[2] or "word", gloss.rstrip(" ."), example if len(example) <= 120 else ""))
     return out
 
@@ -138,7 +143,7 @@ def words(text: str) -> list[Word]:
 def terms(kind: str, text: str) -> list[Term]:
     """`name: definition`, one a line; the definition's first two sentences."""
     found = filter(None, map(_TERM.fullmatch, text.splitlines()))
-    return [Term(kind, m[1].strip(), first_sentences(m[2], 2)) for m in found]
+    return [Term(kind, m[1].strip(), first_sentences(m[2], 2)) for m in found if not _DATED.search(m[0])]
 
 
 def elements(text: str) -> list[Element]:
@@ -192,7 +197,8 @@ def passages(source: str, text: str) -> list[Passage]:
         sentences = split_sentences(" ".join(paragraph.split()))
         for at in range(0, len(sentences) - 3, 8):
             given, rest = " ".join(sentences[at : at + 2]), " ".join(sentences[at + 2 : at + 4])
-            if 60 <= len(given) <= 360 and 30 <= len(rest) <= 360 and given[0].isupper():
+            fits = 60 <= len(given) <= 360 and 30 <= len(rest) <= 360 and given[0].isupper()
+            if fits and not _DATED.search(given + rest):
                 out.append(Passage(given, rest, source))
     return out
 

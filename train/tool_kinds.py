@@ -83,7 +83,7 @@ def weather(rng: Random, m: Material) -> Scene:
     skies = [(rng.choice(SKIES), rng.randint(-8, 34)) for _ in cities]
     as_json = rng.random() < 0.6
     results = [json.dumps({"sky": s, "celsius": t}) if as_json else f"{s}, {t} C" for s, t in skies]
-    said = [f"In {c} it is {t} degrees: {s}." for c, (s, t) in zip(cities, skies)]
+    said = [f"In {c} it is {t} degree{'' if abs(t) == 1 else 's'}: {s}." for c, (s, t) in zip(cities, skies)]
     span = f" for {days} days" if with_days else ""
     plan = f"The user wants the weather in {where}{span}. I call {name}."
     return Scene([tool], user, calls, results, " ".join(said), plan, "The result has the sky and the temperature.")

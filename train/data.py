@@ -227,8 +227,8 @@ def plain_ids(tokenizer: Tokenizer, source: Path) -> Iterator[tuple[list[int], i
     bos, eos = tokenizer.special_id(BOS), tokenizer.special_id(EOS)
     rows = read_rows(source)
     while lot := list(islice(rows, LOT)):
-        texts = [row.get("text") for row in lot]
-        if not all(isinstance(t, str) and t for t in texts):
+        texts = [text for row in lot if isinstance(text := row.get("text"), str) and text]
+        if len(texts) < len(lot):
             raise FileFormatError(f"{source}: a row has no text")
         for text, encoding in zip(texts, backend.encode_batch_fast(texts, add_special_tokens=False)):
             yield [bos, *encoding.ids, eos], len(text.encode())

@@ -319,12 +319,12 @@ def yes_no(rng: Random, m: Material) -> Exchange:
         relation = "greater" if a > b else "less"
         why = f"{a} is {relation} than {b}."
     elif case == 1:
-        w, other = rng.choice(m.words).word, rng.choice(m.words).word
-        truth = w[0].lower() < other[0].lower()
-        user = f'Does "{w}" come before "{other}" in the alphabet?'
-        if w[0].lower() == other[0].lower():
-            truth, user = True, f'Do "{w}" and "{other}" begin with the same letter?'
-        why = f'"{w}" begins with {w[0].upper()}, "{other}" with {other[0].upper()}.'
+        one, two = rng.choice(m.words).word, rng.choice(m.words).word
+        truth = one[0].lower() < two[0].lower()
+        user = f'Does "{one}" come before "{two}" in the alphabet?'
+        if one[0].lower() == two[0].lower():
+            truth, user = True, f'Do "{one}" and "{two}" begin with the same letter?'
+        why = f'"{one}" begins with {one[0].upper()}, "{two}" with {two[0].upper()}.'
     else:
         w, letter = rng.choice(m.words), rng.choice("aeiorstn")
         truth = letter in w.word.lower()

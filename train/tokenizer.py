@@ -53,8 +53,9 @@ def read_texts(work: Path, domain: str, split: str) -> list[str]:
         FileFormatError: missing, or a row without text.
     """
     path = corpus_path(work, domain, split)
-    texts = [row.get("text") for row in read_rows(path)]
-    if not texts or not all(isinstance(t, str) for t in texts):
+    rows = list(read_rows(path))
+    texts = [text for row in rows if isinstance(text := row.get("text"), str)]
+    if not texts or len(texts) < len(rows):
         raise FileFormatError(f"{path}: needs rows with a text; run `python -m train.corpora`")
     return texts
 

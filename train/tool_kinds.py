@@ -53,7 +53,7 @@ class Scene:
 SceneKind = Callable[[Random, Material], Scene]
 
 
-def declare(name: str, description: str, required: int = 1, **parameters: str) -> Json:
+def declare(name: str, description: str, required: int = 1, /, **parameters: str) -> Json:
     """A tool of the usual schema; the first `required` parameters must be given."""
     properties = {}
     for key, kind in parameters.items():

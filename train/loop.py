@@ -209,7 +209,7 @@ class _Worker:
         self.optimizer.steps = position["steps"]
         self.position = dict(position)
         self.mean_loss = 0.0
-        self.saved = self.measured = time.monotonic()
+        self.saved = self.measured = self.printed = time.monotonic()
 
     def run_all(self) -> None:
         for index in range(self.position["stage"], len(self.run.stages)):
@@ -221,13 +221,14 @@ class _Worker:
             batches = Batches(
                 self.run.work, stage.mix, stage.batch, stage.length, self.run.seed * 1000 + index, self.rank
             )
-            began, first = time.monotonic(), self.position["step"]
+            first = self.position["step"]
+            self.printed = time.monotonic()
             while self.position["step"] < total:
                 step = self.position["step"]
                 figures, busiest = self._step(stage, torch.from_numpy(batches.batch(step)), step / total)
                 self.position["step"] += 1
                 self.position["steps"] += 1
-                self._report(stage, total, began, first, figures, busiest)
+                self._report(stage, total, first, figures, busiest)
             self.position["stage"], self.position["step"] = index + 1, 0
             self._measure(stage, total)
             self._save(force=True)
@@ -269,12 +270,11 @@ class _Worker:
         self.barrier.wait()
         return figures | {"rate": factor, "norm": norm}, busiest
 
-    def _report(
-        self, stage: Stage, total: int, began: float, first: int, figures: dict[str, float], busiest: float
-    ) -> None:
+    def _report(self, stage: Stage, total: int, first: int, figures: dict[str, float], busiest: float) -> None:
         step, now = self.position["step"], time.monotonic()
         if self.rank == 0 and step % PRINT_STEPS == 0:
-            a_step = (now - began) / (step - first)
+            a_step = (now - self.printed) / max(1, min(PRINT_STEPS, step - first))
+            self.printed = now
             tokens = self.run.processes * stage.batch * stage.length
             more = " ".join(f"{k} {v:.3f}" for k, v in figures.items())
             print(

@@ -138,12 +138,13 @@ def moe(fused: SimpleNamespace, c: ModelConfig, w: Any, z: Tensor, top: int) -> 
     pair[place] = order
     inverse = torch.empty(n_pairs, dtype=torch.long)
     inverse[order] = place
+    inverse = inverse.view(-1, top)
     token = torch.where(pair == n_pairs, 0, pair // top)
     row_weight = F.pad(weight.reshape(-1), (0, 1))[pair]  # padding rows weigh nothing
     counts = padded.tolist()
-    hidden = ops.GroupedLinear.apply(ops.Permute.apply(z, token, inverse, top), w.ffn.experts.w13, counts)
+    hidden = ops.GroupedLinear.apply(ops.Permute.apply(z, token, inverse, fused), w.ffn.experts.w13, counts)
     act = fused.swiglu(hidden, row_weight, c.swiglu_limit)
-    routed = ops.Unpermute.apply(ops.GroupedLinear.apply(act, w.ffn.experts.w2, counts), token, inverse, top)
+    routed = ops.Unpermute.apply(ops.GroupedLinear.apply(act, w.ffn.experts.w2, counts), token, inverse, fused)
     shared = fused.swiglu(ops.linear(z, w.ffn.shared_experts.w13), None, c.swiglu_limit)
     return routed + ops.linear(shared, w.ffn.shared_experts.w2), load.float()
 
@@ -274,7 +275,7 @@ class Model(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of hidden [N, D] against targets i64 [B, T]."""
-        return ops.CrossEntropy.apply(hidden, self.root.head.weight, targets.reshape(-1))  # type: ignore[union-attr]
+        return ops.CrossEntropy.apply(hidden, self.root.head.weight, targets.reshape(-1), self.fused)  # type: ignore[union-attr]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return (hidden @ self.root.head.weight.to(hidden.dtype).t()).float()  # type: ignore[union-attr, operator]

@@ -122,6 +122,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x[..., :-r], rotated.to(x.dtype)], -1)
 
 
+def gather_sum(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [R, D], index i64 [N, K] -> the sum of each K rows [N, D]."""
+    total = rows[index[:, 0]].float()
+    for k in range(1, index.shape[1]):
+        total = total + rows[index[:, k]].float()
+    return total.to(rows.dtype)
+
+
+def choice_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [R, V], target i64 [R] -> nats f32 [R], and their gradient by the logits [R, V] in logits' dtype."""
+    x = logits.float()
+    lse = torch.logsumexp(x, -1)
+    hit = torch.arange(logits.shape[1])[None] == target[:, None]
+    nats = lse - torch.where(hit, x, 0.0).sum(-1)
+    return nats, (torch.exp(x - lse[:, None]) - hit.float()).to(logits.dtype)
+
+
 def sink_softmax(scores: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
     """scores [B, C, Q, H, S], mask additive [B or 1, C, Q, 1, S], sink f32 [H] -> probabilities.
 
@@ -174,25 +191,25 @@ class SinkAttention(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """x [N, D] -> rows sorted by expert [R, D]; `token` names each row's token, `inverse` [N * K] each pair's row."""
+    """x [N, D] -> rows sorted by expert [R, D]; `token` names each row's token, `inverse` [N, K] each pair's row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.inverse, ctx.k = inverse, k
+    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, fused: SimpleNamespace) -> Tensor:
+        ctx.inverse, ctx.fused = inverse, fused
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.index_select(0, ctx.inverse).view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
+        return ctx.fused.gather_sum(grad.contiguous(), ctx.inverse), None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Rows [R, D] -> the sum of each token's k rows [N, D]."""
+    """Rows [R, D] -> the sum of each token's rows [N, D]."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, token: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, y: Tensor, token: Tensor, inverse: Tensor, fused: SimpleNamespace) -> Tensor:
         ctx.token = token
-        return y.index_select(0, inverse).view(-1, k, y.shape[-1]).sum(1)
+        return fused.gather_sum(y, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -242,20 +259,16 @@ class CrossEntropy(torch.autograd.Function):
     ROWS = 2048
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    def forward(ctx: Any, h: Tensor, head: Tensor, target: Tensor, fused: SimpleNamespace) -> Tensor:
         w = head.to(h.dtype)
         dh, dw = torch.empty_like(h), torch.zeros(head.shape)
         total = torch.zeros(())
         for at in range(0, h.shape[0], CrossEntropy.ROWS):
             x, t = h[at : at + CrossEntropy.ROWS], target[at : at + CrossEntropy.ROWS]
-            logits = (x @ w.t()).float()
-            lse = torch.logsumexp(logits, -1)
-            total += (lse - logits.gather(1, t[:, None])[:, 0]).sum()
-            p = torch.exp_(logits.sub_(lse[:, None]))
-            p[torch.arange(len(t)), t] -= 1
-            pb = p.to(h.dtype)
-            dh[at : at + CrossEntropy.ROWS] = pb @ w
-            dw += (pb.t() @ x).float()
+            nats, g = fused.choice_loss(x @ w.t(), t)
+            total += nats.sum()
+            torch.mm(g, w, out=dh[at : at + CrossEntropy.ROWS])
+            dw += g.t() @ x
         ctx.save_for_backward(dh, dw)
         return total / h.shape[0]
 
@@ -263,12 +276,24 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         dh, dw = ctx.saved_tensors
         n = dh.shape[0]
-        return (dh.float() * (grad / n)).to(dh.dtype), dw * (grad / n), None
+        return (dh.float() * (grad / n)).to(dh.dtype), dw * (grad / n), None, None
 
 
 FUSED: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (collapse_norm, mixes, expand, swiglu, engram_gate, rope, rms_norm, sink_softmax, sink_softmax_back)
+    for f in (
+        collapse_norm,
+        mixes,
+        expand,
+        swiglu,
+        engram_gate,
+        rope,
+        rms_norm,
+        gather_sum,
+        choice_loss,
+        sink_softmax,
+        sink_softmax_back,
+    )
 }
 
 

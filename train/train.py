@@ -25,7 +25,7 @@ from train.model import Model, index_loss, load_model
 from train.optim import Rates
 
 MIX = {
-    "code": 0.18, "law": 0.12, "medicine": 0.18, "general": 0.28, "science": 0.11, "finance": 0.05, "chinese": 0.02,
+    "code": 0.18, "law": 0.12, "medicine": 0.18, "general": 0.295, "science": 0.11, "finance": 0.035, "chinese": 0.02,
     "dialogues": 0.06,
 }  # fmt: skip
 LONG_MIX = MIX | {"dialogues": 0.15}

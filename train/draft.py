@@ -112,7 +112,7 @@ class Stages(nn.Module):
         trunk = self.trunk_ref[0]
         c, fused = trunk.config, trunk.fused
         batch, length, block, n_anchors = ids.shape[0], ids.shape[1] - 1, c.dspark_block_size, len(anchors)
-        stage0, last = self._stage(0), self._stage(c.num_nextn_predict_layers - 1)
+        stage0, last = self.stage(0), self.stage(c.num_nextn_predict_layers - 1)
         main = fused.rms_norm(ops.linear(taps, stage0.main_proj.weight), stage0.main_norm.weight)
         rows = torch.full((batch, n_anchors, block), c.dspark_noise_token_id)
         rows[:, :, 0] = ids[:, anchors + 1]
@@ -127,7 +127,7 @@ class Stages(nn.Module):
         mask = torch.where(near, 0.0, HIDDEN).view(1, n_anchors, 1, length)
         loads = []
         for i in range(c.num_nextn_predict_layers):
-            w = self._stage(i)
+            w = self.stage(i)
             y = fused.collapse_norm(x, pre, w.attn_norm.weight)
             pre, post, comb = trunk.mix(x, w.hc_attn_fn, w.hc_attn_base, w.hc_attn_scale)
             y = self._attention(w, y, main, (cos[at], sin[at]), (cos[:length], sin[:length]), mask, batch)
@@ -142,7 +142,7 @@ class Stages(nn.Module):
         markov = F.embedding(before, last.markov_head.embed.weight).to(trunk.dtype)
         return fused.collapse_norm(x, pre, last.norm.weight), bare, markov, loads
 
-    def _stage(self, index: int) -> Any:
+    def stage(self, index: int) -> Any:
         return self.root.mtp._modules[str(index)]  # type: ignore[union-attr, operator]
 
     def _attention(
@@ -183,16 +183,19 @@ class Stages(nn.Module):
         return project_out(c, w, o.reshape(-1, heads, hd))
 
 
+def make_draft(work: Path, trunk_checkpoint: Path) -> Draft:
+    """Fresh stages on a trained trunk, for a process of the loop."""
+    trunk = load_model(work, fused=ops.pieces(compiled=True))
+    trunk.load_weights(load_checkpoint(trunk_checkpoint)["weights"])
+    return Draft(work, trunk)
+
+
 class Draft:
     """The draft stages as the loop sees them."""
 
-    def __init__(self, work: Path, trunk_checkpoint: Path) -> None:
-        self.work = work
-        self.trunk = load_model(work, fused=ops.pieces(compiled=True))
-        self.trunk.load_weights(load_checkpoint(trunk_checkpoint)["weights"])
-        self.trunk.requires_grad_(False)
-        self.stages = Stages(self.trunk)
-        self._steps = 0
+    def __init__(self, work: Path, trunk: Model) -> None:
+        self.work, self.trunk = work, trunk.requires_grad_(False)
+        self.stages = Stages(trunk)
 
     def weights(self) -> dict[str, nn.Parameter]:
         return self.stages.weights()
@@ -205,7 +208,7 @@ class Draft:
         g = torch.Generator().manual_seed(int(ids.sum()))  # anchors follow from the batch alone
         room = ids.shape[1] - 1 - c.dspark_block_size - FIRST_ANCHOR
         anchors = torch.randperm(room, generator=g)[:ANCHORS].sort().values + FIRST_ANCHOR
-        loss, overlap, agree, confidence, loads = self._forward(ids, anchors)
+        loss, overlap, agree, confidence, loads = self.rounds(ids, anchors)
         target = overlap.detach()
         sure = F.binary_cross_entropy_with_logits(confidence, target)
         biases = {f"mtp.{i}.ffn.gate.bias": load for i, load in enumerate(loads)}
@@ -217,7 +220,8 @@ class Draft:
         }
         return loss + CONFIDENCE_WEIGHT * sure, figures, biases
 
-    def _forward(self, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    def rounds(self, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Loss, overlap f32 [R], first choices agree bool [R], confidence f32 [R], loads; R = B * A * block."""
         c, block = self.trunk.config, self.trunk.config.dspark_block_size
         with torch.no_grad():
             hidden, run = self.trunk.trunk(ids[:, :-1], sparse=True)
@@ -225,7 +229,7 @@ class Draft:
             at = (anchors[:, None] + 1 + torch.arange(block)).reshape(-1)
             target = hidden.view(ids.shape[0], -1, c.hidden_size)[:, at].reshape(-1, c.hidden_size)
         normed, bare, markov, loads = self.stages.round(ids, taps, anchors)
-        last = self.stages._stage(c.num_nextn_predict_layers - 1)
+        last = self.stages.stage(c.num_nextn_predict_layers - 1)
         weight = (FORGET ** torch.arange(block)).repeat(normed.shape[0] // block)
         loss, overlap, agree = DraftLoss.apply(
             normed, markov, last.markov_head.head.weight, self.trunk.root.head.weight, target, weight
@@ -242,7 +246,7 @@ class Draft:
         ids = torch.from_numpy(held_out(self.work, domain, "judge", 16, stage.length))
         block = self.trunk.config.dspark_block_size
         anchors = torch.arange(FIRST_ANCHOR, stage.length - block, block)[:ANCHORS]
-        _, overlap, agree, _, _ = self._forward(ids, anchors)
+        _, overlap, agree, _, _ = self.rounds(ids, anchors)
         if what == "first":
             return float(agree.view(-1, block)[:, 0].float().mean())
         return float(overlap.view(-1, block).cumprod(1).sum(1).mean())
@@ -285,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
     plan = Run(
         folder=folder / "draft",
         config=trunk["config"],
-        make=functools.partial(Draft, args.work, trunk_checkpoint),
+        make=functools.partial(make_draft, args.work, trunk_checkpoint),
         stages=[Stage("draft", int(args.tokens), args.batch, 256, LONG_MIX, 0.0, 1.0, hold=0.4)],
         work=args.work,
         seed=args.seed + 1,

@@ -54,8 +54,8 @@ def embedded_base(recipe: embedded.Recipe | None = None, folder: Path | None = N
 
 def cache_key(*parts: str | Path) -> str:
     """Sixteen hex digits that change with the embedded model, with a text, or with what a file holds."""
-    h = hashlib.sha256(embedded.key_parts()[0])
-    for part in parts:
+    h = hashlib.sha256()
+    for part in (*embedded.key_parts()[1:], *parts):  # the first one is base.toml's recipe; a base here has its own
         data = part.read_bytes() if isinstance(part, Path) else part.encode()
         h.update(len(data).to_bytes(8, "little") + data)
     return h.hexdigest()[:16]

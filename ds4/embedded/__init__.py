@@ -117,16 +117,13 @@ def sums() -> str:
     return "".join(f"{_digest(path)}  {name}\n" for name, path in _files())
 
 
-def key_parts() -> list[bytes]:
-    """Bytes that change when the model or the recipe of its base does.
+def key_parts() -> list[str]:
+    """Texts that change when the checkpoint does (SHA256SUMS tells), or the recipe of its base.
 
     Raises:
         FileFormatError: one of the two files cannot be read.
     """
-    try:
-        return [(HOME / name).read_bytes() for name in _UNLISTED]
-    except OSError as e:
-        raise FileFormatError(f"{e.filename}: cannot be read ({e.strerror}); {REMEDY}") from e
+    return [repr(recipe()), *(f"{digest} {name}" for name, digest in _listed().items() if name.startswith("model/"))]
 
 
 def _files() -> Iterator[tuple[str, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import damage  # bench/damage.py
@@ -62,6 +63,21 @@ def test_windows_are_spread_over_the_text(tokenizer: Tokenizer) -> None:
     assert {tuple(w) for w in some} <= {tuple(w) for w in all_of_it}
     assert len(damage.windows(tokenizer, 0, documents, 1)) == 1
     assert damage.windows(tokenizer, 0, ["short"], 100) == []
+
+
+def test_rows_of_domains_and_of_all(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second run has the teacher's logits from the cache, and says the same."""
+    answers = []
+    for _ in range(2):
+        assert damage.main(["--domains", "code,law", "--tokens", "300", "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+    code, law, both = answers[0]["rows"]
+    assert [row["domain"] for row in (code, law, both)] == ["code", "law", "all"]
+    assert both["positions"] == code["positions"] + law["positions"] >= 200
+    assert min(code["kl"], law["kl"]) <= both["kl"] <= max(code["kl"], law["kl"])
+    recipe = embedded.recipe()
+    assert all((row["bits"], row["gain"]) == (recipe.bits, recipe.gain) for row in (code, law, both))
 
 
 @pytest.mark.parametrize(

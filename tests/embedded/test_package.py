@@ -48,7 +48,10 @@ def test_keys_change_with_model_and_recipe(home: Path) -> None:
     (home / "model" / "config.json").write_text("{ }")
     (home / embedded.SUMS).write_text(embedded.sums())
     keys.append(embedded.key_parts())
-    assert keys[0] != keys[1] != keys[2]
+    (home / "corpora" / "LICENSES.md").write_text("some of them")
+    (home / embedded.SUMS).write_text(embedded.sums())
+    keys.append(embedded.key_parts())
+    assert keys[0] != keys[1] != keys[2] == keys[3]
 
 
 @pytest.mark.parametrize(

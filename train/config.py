@@ -1,6 +1,6 @@
 """The dimensions of the embedded model, and the working folder's files that every command of `train` reads.
 
-One place says them: the toy checkpoint's `TEXT_CONFIG`, with what the trained model has different.
+One place says them; the tests' toy of random weights has the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from ds4.errors import FileFormatError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
-from train import make_toy
 
 WORK = Path("var/train")
 DOMAINS = ("code", "law", "medicine", "science", "finance", "general", "chinese")  # trained on
@@ -21,7 +20,66 @@ DIALOGUES = "dialogues"
 UNSEEN = "unseen"  # judged, never trained on
 SPLITS = ("train", "fit", "judge")
 
-TEXT_CONFIG: dict[str, Any] = {**make_toy.TEXT_CONFIG, "dspark_markov_rank": 64}
+TEXT_CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v41_text",
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 96,
+    "o_lora_rank": 64,
+    "o_groups": 2,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 24,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-20,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+    "sliding_window": 64,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 512,
+    },
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 2, 2, 1, 1, 1, 0, 0, 0],
+    "kv_source_layer_ids": [1, 2, 3],
+    "index_source_layer_ids": [1, 2, 3, 5],
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "candidate_source_layer_id": 3,
+    "candidate_topk_blocks": 32,
+    "candidate_block_size": 8,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "engram_layer_ids": [1, 3],
+    "engram_max_ngram_size": 4,
+    "engram_n_heads": 4,
+    "engram_head_dim": 32,
+    "engram_vocab_size": 2669,
+    "engram_pad_token_id": 2,
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [3, 4, 5],
+    "dspark_markov_rank": 64,
+    "dspark_n_routed_experts": 8,
+    "dspark_num_experts_per_tok": 2,
+}
 
 
 def read_config(work: Path) -> tuple[dict[str, Any], ModelConfig]:

@@ -32,10 +32,10 @@ from ds4.errors import CapacityError, Ds4Error, FileFormatError, MissingTensorEr
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
 from train.config import WORK
-from train.make_toy import N_SHARDS
 from train.weights import to_released
 
 F32 = NDArray[np.float32]
+N_SHARDS = 4
 BUDGET_BYTES = 16_000_000  # what the tree has room for, beside corpora and logs
 HEADER_BYTES = 1 << 20  # more than all safetensors headers and the index take
 

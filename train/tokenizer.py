@@ -19,7 +19,7 @@ from pathlib import Path
 from ds4.checkpoint.writer import replace_file
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.model.tokenizer import Special
-from train import data, make_toy
+from train import data, vocabulary
 from train.config import DIALOGUES, DOMAINS, TEXT_CONFIG, WORK, corpus_path, read_rows, read_tokenizer
 
 CAP = 2_500_000  # characters a domain
@@ -73,8 +73,8 @@ def _shuffled(texts: list[str]) -> list[str]:
 
 def make(work: Path) -> None:
     """Learn the merges, write both files."""
-    tokenizer_json = make_toy.train_tokenizer(sample(work), f"the text in {work / 'corpora'}")
-    config = make_toy.make_config(tokenizer_json, TEXT_CONFIG)
+    tokenizer_json = vocabulary.train_tokenizer(sample(work), f"the text in {work / 'corpora'}")
+    config = vocabulary.make_config(tokenizer_json, TEXT_CONFIG)
     replace_file(work / "tokenizer.json", tokenizer_json.encode())
     replace_file(work / "config.json", json.dumps(config, indent=2).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""Hundreds of positions on the embedded toy: rings wrap many times, top-k and candidate blocks cut, buffers grow.
+"""Hundreds of positions on a toy of random weights: rings wrap, top-k and candidate blocks cut, buffers grow.
 
 The index scores of hundreds of rows come close to each other, so float32 noise may flip a pick; such a row leaves by
 percents and the others stay where they are. Hence the median and the share of rows, not one norm.
@@ -6,8 +6,6 @@ percents and the others stay where they are. Hence the median and the share of r
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,8 @@ from ds4.engine import Engine, state
 from ds4.engine.score import score
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import BaseSource
+from tests.toy import make
 
-ROOT = Path(__file__).parent.parent.parent
 N = 360
 
 
@@ -30,7 +28,7 @@ N = 360
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base, with 8-bit indices so that training takes seconds; its shards lie in `ckpt` beside it."""
     folder = tmp_path_factory.mktemp("toy")
-    subprocess.run([sys.executable, ROOT / "train" / "make_toy.py", "-o", folder / "ckpt"], check=True)
+    make(folder / "ckpt", 1)
     quantize(folder / "ckpt", folder / "toy.gguf", tables_of(folder / "ckpt"), bits=8)
     return folder / "toy.gguf"
 

@@ -15,9 +15,9 @@ from ds4.checkpoint.preflight import preflight
 from ds4.checkpoint.reader import Checkpoint
 from ds4.errors import CapacityError, FileFormatError, MissingTensorError, UsageError
 from ds4.model.config import ModelConfig
+from tests import toy
 from train import export as ex
-from train import make_toy
-from train.config import TEXT_CONFIG
+from train import vocabulary
 from train.weights import from_released, read_checkpoint, state_shapes
 
 F32 = NDArray[np.float32]
@@ -29,11 +29,10 @@ Run = tuple[dict[str, Any], dict[str, F32], Path]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Raw configuration, training state and tokenizer of the embedded model's dimensions, random weights."""
     path = tmp_path_factory.mktemp("run") / "tokenizer.json"
-    path.write_text(make_toy.make_tokenizer())
-    raw = make_toy.make_config(path.read_text())
-    raw["text_config"] |= {"dspark_markov_rank": TEXT_CONFIG["dspark_markov_rank"]}
+    path.write_text(toy.make_tokenizer())
+    raw = vocabulary.make_config(path.read_text())
     config = ModelConfig.from_json(raw)
-    return raw, from_released(config, make_toy.make_weights(config, 1)), path
+    return raw, from_released(config, toy.make_weights(config, 1)), path
 
 
 @pytest.fixture(scope="module")

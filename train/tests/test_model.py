@@ -12,7 +12,8 @@ from ds4.engram.tables import EngramTables, derive_tables
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
 from ds4.teacher.run import Teacher
-from train import make_toy
+from tests import toy
+from train import vocabulary
 from train.tests.memory_source import MemorySource
 from train.weights import from_released, read_checkpoint, state_shapes, to_released
 
@@ -27,9 +28,9 @@ Case = tuple[ModelConfig, dict[str, F32], EngramTables]
 @pytest.fixture(scope="module")
 def embedded() -> Case:
     """The embedded model's dimensions, random weights that no format has rounded."""
-    text = make_toy.make_tokenizer()
-    config = ModelConfig.from_json(make_toy.make_config(text))
-    state = from_released(config, make_toy.make_weights(config, 5))
+    text = toy.make_tokenizer()
+    config = ModelConfig.from_json(vocabulary.make_config(text))
+    state = from_released(config, toy.make_weights(config, 5))
     return config, state, derive_tables(config, Tokenizer.from_json(text))
 
 

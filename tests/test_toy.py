@@ -1,9 +1,7 @@
-"""train/make_toy.py: what the installer falls back to is whole, small, well-scaled and the same every time."""
+"""tests/toy.py: a checkpoint of random weights that is whole, small, well-scaled and the same every time."""
 
 import hashlib
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,25 +9,16 @@ import pytest
 from ds4.checkpoint.preflight import preflight
 from ds4.checkpoint.reader import Checkpoint
 from ds4.engram.tables import derive_tables
+from ds4.errors import FileFormatError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import RELEASED_IDS, Special, Tokenizer
-
-SCRIPT = Path(__file__).parents[2] / "train/make_toy.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_toy", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.toy import make
 
 
 @pytest.fixture(scope="module")
-def toy(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("toy") / "a/b"
-    assert script.main(["-o", str(path)]) == 0
+    make(path, 1)
     return path
 
 
@@ -83,21 +72,19 @@ def test_weights_are_scaled_to_their_inputs(toy: Path) -> None:
     assert 0.9 < c.engram_rows(1, np.arange(500)).std() < 1.1
 
 
-def test_same_seed_same_bytes_and_run_again(script: ModuleType, toy: Path, tmp_path: Path) -> None:
+def test_same_seed_same_bytes_and_run_again(toy: Path, tmp_path: Path) -> None:
     before = digest(toy)
     (toy / "config.json").unlink()  # an interrupted run: the last file is not there
     (toy / "model-00002-of-00004.safetensors").write_bytes(b"half")
-    assert script.main(["-o", str(toy)]) == 0
+    make(toy, 1)
     assert digest(toy) == before
-    assert script.main(["-o", str(tmp_path), "--seed", "2"]) == 0
+    make(tmp_path, 2)
     other = digest(tmp_path)
     same = {name for name in before if other[name] == before[name]}
     assert same == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
 
 
-def test_bad_arguments(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert script.main(["-o", str(tmp_path / "file")]) == 1
-    assert "cannot be made" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        script.main(["-o", str(tmp_path), "--seed", "-1"])
+    with pytest.raises(FileFormatError, match="cannot be made"):
+        make(tmp_path / "file", 1)

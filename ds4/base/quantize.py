@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ds4.base import codecs, metadata, tokens
 from ds4.base.blob import DIM, MATRICES, codebook_offset, encode_head, encode_payload, payload_slots
 from ds4.base.codebook import POOL_PER_CODEWORD, SCHEDULE, Assigner, BlasAssigner, Workers, codewords, train
-from ds4.base.experts import GAINS, Gain, layer_pool, quantize_matrix
+from ds4.base.experts import DEFAULT_GAIN, GAINS, Gain, layer_pool, quantize_matrix
 from ds4.base.gguf import Metadata, Value, header_bytes
 from ds4.base.output import COMMIT_BYTES, Output, write_text
 from ds4.base.plan import PlannedTensor, default_bits, expert_bits, expert_shapes, plan
@@ -66,7 +66,7 @@ def quantize(
     tables: HashTables | None = None,
     *,
     bits: int | Sequence[int] | None = None,
-    gain: Gain = "ls",
+    gain: Gain = DEFAULT_GAIN,
     workers: int = 1,
     progress: Progress | None = None,
     assigner: Assigner | None = None,

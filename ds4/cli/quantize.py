@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds4.base.codebook import Assigner
-from ds4.base.experts import GAINS
+from ds4.base.experts import DEFAULT_GAIN, GAINS
 from ds4.base.inspect import packed_bytes, plan_rows
 from ds4.base.plan import PlannedTensor, plan
 from ds4.base.quantize import quantize
@@ -40,7 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="index bits of the experts: one number, or N,N,... with one a layer",
     )
-    p.add_argument("--gain", choices=GAINS, default="ls", help="the rule of the row gains (default ls)")
+    p.add_argument(
+        "--gain", choices=GAINS, default=DEFAULT_GAIN, help=f"the rule of the row gains (default {DEFAULT_GAIN})"
+    )
     p.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads; same bytes")
     p.add_argument(
         "--assign", choices=("auto", "blas", "gpu"), default="auto",

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ds4.base import output
+from ds4.base.experts import DEFAULT_GAIN
 from ds4.base.quantize import quantize
 from ds4.base.reader import Base
 from ds4.checkpoint.preflight import preflight
@@ -65,7 +66,7 @@ def test_the_report_is_what_the_engine_will_see(tmp_path: Path) -> None:
     meta = base.metadata
     assert np.allclose(meta["ds4.layer_error"], [layer["error"] for layer in report["layers"]], rtol=1e-6)
     assert meta["ds4.recipe"] == "override" and meta["ds4.expert_bits"].tolist() == [6] * 9
-    assert meta["ds4.gain"] == "ls" and meta["ds4.source_hash"] == report["source_hash"] != "0" * 64
+    assert meta["ds4.gain"] == DEFAULT_GAIN and meta["ds4.source_hash"] == report["source_hash"] != "0" * 64
     assert meta["ds4.assigner"] == report["assigner"] and "openblas" in report["assigner"]
     assert report["notes"] and "fewer than 1,000 vectors a codeword" in report["notes"][0]
 

@@ -28,7 +28,7 @@ from train.data import Batches
 from train.optim import Optimizer, Rates, balance, state_names
 
 WAIT = 1800.0  # seconds at a barrier: the first step compiles
-SAVE_SECONDS, EVAL_SECONDS = 120.0, 300.0
+EVAL_SECONDS = 300.0
 PRINT_STEPS = 20
 WARM_UP = 40  # steps
 LEAST = 0.02  # of the rate, at the end
@@ -73,7 +73,7 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """folder: of the checkpoint and the log. make: builds the trainee in a process, called with compiled=True."""
+    """folder: of the checkpoint and the log. make: builds the trainee in a process; must be picklable."""
 
     folder: Path
     config: dict[str, Any]
@@ -84,6 +84,7 @@ class Run:
     rates: Rates
     groups: Mapping[str, int]
     processes: int = 2
+    save_seconds: float = 120.0  # between checkpoints
 
 
 class Shared:
@@ -104,7 +105,7 @@ class Shared:
         self.norms = torch.zeros(processes, dtype=torch.float64).share_memory_()
         self.figures = torch.zeros(256, dtype=torch.float64).share_memory_()
         self.losses = torch.zeros(processes).share_memory_()
-        self.stop = torch.zeros(processes).share_memory_()
+        self.due = torch.zeros(2).share_memory_()  # is a measurement due, is a checkpoint
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         lo, hi = self.at[name]
@@ -284,13 +285,12 @@ class _Worker:
             )
             self._log({"stage": stage.name, "step": step, "loss": self.mean_loss, "busiest": busiest, **figures})
         if self.rank == 0:
-            shared_stop = self.shared.stop
-            shared_stop[0] = now - self.measured > EVAL_SECONDS
-            shared_stop[1] = now - self.saved > SAVE_SECONDS
+            self.shared.due[0] = now - self.measured > EVAL_SECONDS
+            self.shared.due[1] = now - self.saved > self.run.save_seconds
         self.barrier.wait()
-        if self.shared.stop[0]:
+        if self.shared.due[0]:
             self._measure(stage, total)
-        if self.shared.stop[1]:
+        if self.shared.due[1]:
             self._save()
 
     def _measure(self, stage: Stage, total: int) -> None:

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds4.checkpoint.writer import replace_file
+from ds4.errors import Ds4Error
 from train.dedupe import ShingleSet, leak, repeated_shares
-from train.packages import Fetched, Package, PackageError, Store, write_atomically
+from train.packages import Fetched, Package, PackageError, Store
 from train.sources import Source, all_sources
 from train.sources.text import stable_hash
 
@@ -158,7 +160,7 @@ def size(documents: Iterable[Document]) -> int:
 
 def write_split(path: Path, documents: list[Document]) -> None:
     rows = [json.dumps({"source": d.source, "text": d.text}, ensure_ascii=False) + "\n" for d in documents]
-    write_atomically(path, "".join(rows).encode())
+    replace_file(path, "".join(rows).encode())
 
 
 def describe(source: Source, fetched: Fetched, splits: dict[str, list[Document]]) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def describe(source: Source, fetched: Fetched, splits: dict[str, list[Document]]
     }  # fmt: skip
 
 
-class CorporaError(Exception):
+class CorporaError(Ds4Error):
     """A run that cannot go on; the message is the one line for the user."""
 
 
@@ -191,6 +193,7 @@ def run(work: Path, sources: list[Source], only: set[str] | None, lock_path: Pat
             "free some or give another folder with --work"
         )
     folder = work / "corpora"
+    folder.mkdir(exist_ok=True)
     manifest_path = folder / "manifest.json"
     manifest = json.loads(manifest_path.read_text()) if manifest_path.exists() else {}
     lock: dict[str, dict[str, str]] = json.loads(lock_path.read_text()) if lock_path.exists() else {}
@@ -237,12 +240,12 @@ def run(work: Path, sources: list[Source], only: set[str] | None, lock_path: Pat
         }
         rows += [describe(source, fetched, splits) for source, _, fetched in found]
         manifest = {"sources": rows, "missing": missing, "leak": leaks}
-        write_atomically(manifest_path, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+        replace_file(manifest_path, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
         sizes = ", ".join(f"{name} {bytes_of[name] / 1e6:.2f}" for name in SPLITS)
         print(f"{domain}: MB {sizes}; leak {leaks[domain]}; {time.monotonic() - started:.0f} s", flush=True)
     merged = {**lock, **used}
     if merged != lock:
-        write_atomically(lock_path, (json.dumps(merged, indent=1, sort_keys=True) + "\n").encode())
+        replace_file(lock_path, (json.dumps(merged, indent=1, sort_keys=True) + "\n").encode())
         print(f"{lock_path.name}: {len(used)} packages recorded")
     return manifest
 
@@ -256,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run(options.work, sources, set(options.only) if options.only else None)
-    except (CorporaError, OSError) as error:
+    except (Ds4Error, OSError) as error:
         print(f"corpora: {error}", file=sys.stderr)
         return 1
     return 0

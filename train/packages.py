@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from ds4.checkpoint.writer import replace_file
+from ds4.errors import Ds4Error
+
 KINDS = ("pip", "apt", "npm")
 INDEX = "fetched.json"
 TIMEOUT_S = 900
@@ -27,7 +30,7 @@ TIMEOUT_S = 900
 PIP_PLATFORM = ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.11", "--implementation", "cp"]
 
 
-class PackageError(Exception):
+class PackageError(Ds4Error):
     """A package could not be fetched, or what was fetched is not what the lock file says."""
 
 
@@ -61,17 +64,6 @@ def sha256_file(path: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside, flush to disk, rename: the file is the old one or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, path)
 
 
 def version_of(kind: str, name: str, file: str) -> str:
@@ -146,7 +138,7 @@ class Store:
                 found = self._download(package, None)
         self._check(package, found)
         self._index[package.key] = asdict(found)
-        write_atomically(self.folder / INDEX, (json.dumps(self._index, indent=1, sort_keys=True) + "\n").encode())
+        replace_file(self.folder / INDEX, (json.dumps(self._index, indent=1, sort_keys=True) + "\n").encode())
         return found
 
     def _check(self, package: Package, found: Fetched) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ds4 import embedded
+from ds4.checkpoint.writer import replace_file
 from ds4.errors import Ds4Error, FileFormatError
 from train.attributions import ATTRIBUTIONS, HELD_BACK, LICENCE_TEXTS, LicenceText
 from train.config import DOMAINS, UNSEEN, WORK, corpus_path, read_rows
 from train.dedupe import leak
-from train.packages import members, write_atomically
+from train.packages import members
 from train.sources.law import FRONT
 from train.sources.text import decode
 
@@ -209,7 +210,8 @@ def write_slices(work: Path, to: Path) -> int:
         print(f"{domain}: {told}" + (f"; in train: {shares}" if shares else ""), flush=True)
     written[to / "LICENSES.md"] = licences_md(work, used).encode()
     for path, data in written.items():
-        write_atomically(path, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
     return sum(len(data) for data in written.values())
 
 

@@ -366,8 +366,7 @@ class Model(nn.Module):
         head = ops.linear(x.detach(), w.attn.indexer.weights_proj.weight).float()
         head = head * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         dots = torch.bmm(q.reshape(b, t * c.index_n_heads, -1), run.index_keys.transpose(1, 2))
-        dots = torch.relu(dots.view(b, t, c.index_n_heads, -1).float())
-        scores = torch.einsum("bthk,bth->btk", dots, head.view(b, t, -1))
+        scores = fused.index_scores(dots.view(b, t, c.index_n_heads, -1), head.view(b, t, -1))
         scores = scores.masked_fill(~at.seen[ratio], -torch.inf)
         if not run.sparse:
             return IndexGroup(scores, None)
@@ -415,9 +414,14 @@ def best(scores: Tensor, k: int) -> Tensor:
     if scores.shape[-1] <= k:
         return seen
     last = scores.topk(k, -1).values[..., -1:]
-    above, level = scores > last, scores == last
-    room = k - above.sum(-1, keepdim=True)
-    return (above | (level & (level.cumsum(-1) <= room))) & seen
+    chosen = (scores >= last) & seen
+    many = chosen.sum(-1) > k
+    if many.any():  # ties at the border: keep the lowest rows of them
+        some, edge = scores[many], last[many]
+        above, level = some > edge, some == edge
+        room = k - above.sum(-1, keepdim=True)
+        chosen[many] = above | (level & (level.cumsum(-1) <= room))
+    return chosen
 
 
 def candidate_mask(c: ModelConfig, scores: Tensor, lens: Tensor) -> Tensor:

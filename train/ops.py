@@ -139,6 +139,11 @@ def choice_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return nats, (torch.exp(x - lse[:, None]) - hit.float()).to(logits.dtype)
 
 
+def index_scores(dots: Tensor, head: Tensor) -> Tensor:
+    """sum_h head[h] max(0, dots[h]): dots [B, T, Hi, S], head f32 [B, T, Hi] -> f32 [B, T, S]."""
+    return (torch.relu(dots.float()) * head[..., None]).sum(2)
+
+
 def sink_softmax(scores: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
     """scores [B, C, Q, H, S], mask additive [B or 1, C, Q, 1, S], sink f32 [H] -> probabilities.
 
@@ -174,6 +179,7 @@ class SinkAttention(torch.autograd.Function):
         ctx.save_for_backward(flat, keys, p, o)
         ctx.fused = fused
         ctx.mark_non_differentiable(p)
+        ctx.set_materialize_grads(False)  # no array of zeros for p
         return o, p
 
     @staticmethod
@@ -290,6 +296,7 @@ FUSED: dict[str, Callable[..., Any]] = {
         rope,
         rms_norm,
         gather_sum,
+        index_scores,
         choice_loss,
         sink_softmax,
         sink_softmax_back,

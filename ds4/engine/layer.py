@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ds4.device import Buffer, Device
 from ds4.engine.ops.attention import attention
 from ds4.engine.ops.compress import compress_commit, compress_pool, compress_store, index_keys
+from ds4.engine.ops.draft import draft_tap
 from ds4.engine.ops.embed import embed
 from ds4.engine.ops.engram import engram_decode, engram_gate
 from ds4.engine.ops.experts import experts, moe_sum, swiglu
@@ -45,6 +46,7 @@ class Pass:
 
     x f32 [R, S, D], pre f32 [R, S] (what the next block collapses with), pos i32 [R], ids i32 [R]; engram rows u8
     [R, columns, row bytes] a slot; picks i32 [R, topk] and the candidate mask live from an index source to the next.
+    main_hidden A [R, targets * D] is filled with what the draft head reads of these rows, where one is given.
     """
 
     device: Device
@@ -59,6 +61,7 @@ class Pass:
     pos: Buffer
     engram_rows: tuple[Buffer, ...]
     published: dict[int, int]  # index source -> owner whose keys it scores, where that is not its own
+    main_hidden: Buffer | None = None
 
     def temp(self, name: str, *shape: int, dtype: str | None = None) -> Buffer:
         """Scratch of the activation dtype unless said otherwise."""
@@ -159,8 +162,14 @@ def _select(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> None:
 
 
 def attend(p: Pass, lw: LayerWeights, y: Buffer) -> None:
-    """Attention of the rows and its way back into the streams (model-text 5.4)."""
+    """Attention of the rows and its way back into the streams (model-text 5.4).
+
+    The streams as they enter it, after the engram, are the draft head's tap (dspark 3): here, and not in `run_layer`,
+    because a bounded replay enters its split layer here.
+    """
     c, dev, R, fam = p.config, p.device, p.R, p.family
+    if p.main_hidden is not None and lw.layer in c.dspark_target_layer_ids:
+        draft_tap(dev, p.main_hidden, p.x, c.dspark_target_layer_ids.index(lw.layer), R)
     H, K = c.num_attention_heads, c.head_dim
     qa = p.temp("q_a", R, c.q_lora_rank)
     linear(dev, p.ws, fam, lw.q_a, qa, y, R)

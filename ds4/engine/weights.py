@@ -2,19 +2,21 @@
 
 After `place` no tensor is looked up by name. Norm weights, biases, sinks and hyper-connection tensors are float32 on
 the device whatever their type in the file; matrices keep their block type (`Weight`), experts their indices and
-codebook. Draft-stage tensors (`mtp.*`) are not placed: nothing reads them yet.
+codebook. `place` leaves the draft stages (`mtp.*`) alone: draft_weights.py places those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds4.base.reader import Base
 from ds4.device import Buffer, Device
-from ds4.engine.ops.experts import ExpertWeights, place_experts
+from ds4.engine.ops.experts import BlobLike, ExpertWeights, place_experts
 from ds4.engine.ops.hyper import HyperParams
 from ds4.engine.ops.linear import Weight, place_weight
 from ds4.errors import FileFormatError
@@ -53,7 +55,7 @@ class EngramWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer of the backbone."""
+    """One layer of the backbone, or one draft stage (numbered on after the last layer)."""
 
     layer: int
     ratio: int
@@ -91,18 +93,33 @@ class ModelWeights:
     head: Weight
 
 
-class _Placer:
-    """Reads named tensors of one base onto one device."""
+class Tensors(Protocol):
+    """Where weights come from, under the base's tensor names."""
 
-    def __init__(self, base: Base, device: Device) -> None:
-        self.base, self.device, self.config = base, device, base.config
-        self.freqs: dict[int, Buffer] = {}
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A small tensor, f32, in the file's shape."""
+        ...
 
-    def vector(self, name: str) -> Buffer:
-        """A small tensor as float32, in the file's shape."""
-        return self.device.upload(np.ascontiguousarray(self.base.tensor(name), np.float32))
+    def matrix(self, name: str) -> tuple[str, NDArray[np.uint8], int, int]:
+        """Format (one of `FORMATS`), bytes as the format lies in a base, rows, columns."""
+        ...
 
-    def matrix(self, name: str) -> Weight:
+    def experts(self, prefix: str) -> BlobLike:
+        """The routed experts of "blk.N" or "mtp.T"."""
+        ...
+
+
+class BaseTensors:
+    """A base file as `Tensors`."""
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        return self.base.tensor(name)
+
+    def matrix(self, name: str) -> tuple[str, NDArray[np.uint8], int, int]:
+        """Raises FileFormatError for a type that no kernel reads."""
         info = self.base.tensors[name]
         form = FORMATS.get(info.type_id)
         if form is None or len(info.dims) != 2:
@@ -111,23 +128,44 @@ class _Placer:
                 f"a matrix needs one of {sorted(FORMATS)} and two dims"
             )
         cols, rows = info.dims
-        return place_weight(self.device, form, self.base.raw(name), rows, cols)
+        return form, self.base.raw(name), rows, cols
+
+    def experts(self, prefix: str) -> BlobLike:
+        return self.base.experts(prefix)
+
+
+class Placer:
+    """Puts named tensors of one model on one device."""
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, device: Device) -> None:
+        self.tensors, self.config, self.device = tensors, config, device
+        self.freqs: dict[int, Buffer] = {}
+
+    def vector(self, name: str) -> Buffer:
+        """A small tensor as float32, in the file's shape."""
+        return self.device.upload(np.ascontiguousarray(self.tensors.vector(name), np.float32))
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix in its stored format."""
+        return place_weight(self.device, *self.tensors.matrix(name))
 
     def hyper(self, prefix: str) -> HyperParams:
+        """One mixing site's tensors and the model's constants."""
         c = self.config
         return HyperParams(
             self.vector(f"{prefix}_fn.weight"), self.vector(f"{prefix}_scale.weight"),
             self.vector(f"{prefix}_base.weight"), c.hc_sinkhorn_iters, c.rms_norm_eps, c.hc_eps,
         )  # fmt: skip
 
-    def freq(self, layer: int) -> Buffer:
+    def freq(self, layer: int, ratio: int) -> Buffer:
         """Rotation frequencies f32 [r/2]: one buffer for window-only layers, one for the compressed ones."""
-        key = min(self.config.compress_ratios[layer], 1)
+        key = min(ratio, 1)
         if key not in self.freqs:
             self.freqs[key] = self.device.upload(np.asarray(self.config.rope_frequencies(layer), np.float32))
         return self.freqs[key]
 
     def layer(self, layer: int) -> LayerWeights:
+        """One layer of the backbone."""
         c, b = self.config, f"blk.{layer}"
         ratio = c.compress_ratios[layer]
         compressor = indexer = engram = None
@@ -147,6 +185,14 @@ class _Placer:
                 self.vector(f"{b}.engram_q.weight"),
                 self.vector(f"{b}.engram_k.weight"),
             )
+        return self.block(b, layer, ratio, c.n_routed_experts, compressor, indexer, engram)
+
+    def block(
+        self, b: str, layer: int, ratio: int, n_experts: int, compressor: Compressor | None = None,
+        indexer: Indexer | None = None, engram: EngramWeights | None = None,
+    ) -> LayerWeights:  # fmt: skip
+        """What every layer and every draft stage has, under the prefix `b`."""
+        c = self.config
         return LayerWeights(
             layer=layer,
             ratio=ratio,
@@ -161,14 +207,14 @@ class _Placer:
             sinks=self.vector(f"{b}.attn_sinks.weight"),
             out_a=self.matrix(f"{b}.attn_output_a.weight"),
             out_b=self.matrix(f"{b}.attn_output_b.weight"),
-            freq=self.freq(layer),
+            freq=self.freq(layer, ratio),
             compressor=compressor,
             indexer=indexer,
             ffn_norm=self.vector(f"{b}.ffn_norm.weight"),
             router=self.matrix(f"{b}.ffn_gate_inp.weight"),
             router_bias=self.vector(f"{b}.exp_probs_b.bias"),
             experts=place_experts(
-                self.device, self.base.experts(b), c.n_routed_experts, c.moe_intermediate_size, c.hidden_size,
+                self.device, self.tensors.experts(b), n_experts, c.moe_intermediate_size, c.hidden_size,
                 c.swiglu_limit,
             ),
             shared_gate=self.matrix(f"{b}.ffn_gate_shexp.weight"),
@@ -192,7 +238,7 @@ def place(base: Base, device: Device, progress: Callable[[int, int], None] | Non
     Raises:
         FileFormatError: a tensor of a type that no kernel reads.
     """
-    placer = _Placer(base, device)
+    placer = Placer(BaseTensors(base), base.config, device)
     n_layers = base.config.num_hidden_layers
     layers = []
     for layer in range(n_layers):

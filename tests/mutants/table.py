@@ -10,7 +10,7 @@ from tests.mutants.harness import Mutant
 HYPER, KV, COMPRESS, ROPE = (f"tests/cuda/test_{name}.py::" for name in ("hyper", "kv", "compress", "rope"))
 ENGRAM, TOPK, LINEAR, SAMPLE = (f"tests/cuda/test_{name}.py::" for name in ("engram", "topk", "linear", "sample"))
 NORM, ROUTER, EXPERTS, LLOYD = (f"tests/cuda/test_{name}.py::" for name in ("norm", "router", "experts", "lloyd"))
-ATTENTION, INDEX = (f"tests/cuda/test_{name}.py::" for name in ("attention", "index"))
+ATTENTION, INDEX, DRAFT = (f"tests/cuda/test_{name}.py::" for name in ("attention", "index", "draft"))
 
 MUTANTS: tuple[Mutant, ...] = (
     # -- hyper.cu
@@ -241,4 +241,33 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # -- lloyd.cu
     Mutant("lloyd-carry-lost", "lloyd.cu", "old + lo < old", "0u", LLOYD + "test_the_carry_goes_up"),
+    # -- draft.cu
+    Mutant(
+        "draft-tap-forgets-a-stream",
+        "draft.cu",
+        "for (int c = 1; c < S; c++) sum +=",
+        "for (int c = 2; c < S; c++) sum +=",
+        DRAFT + "test_a_tap_is_the_mean_of_the_streams_in_its_columns",
+    ),
+    Mutant(
+        "draft-bias-stops-before-the-last",
+        "draft.cu",
+        "if (v < vocab) logits[v] = sum[i];",
+        "if (v + 1 < vocab) logits[v] = sum[i];",
+        DRAFT + "test_a_bias_is_one_addition",
+    ),
+    Mutant(
+        "draft-argmax-takes-the-highest-of-equals",
+        "draft.cu",
+        "best == top ? ~at : 0u",
+        "best == top ? at : 0u",
+        DRAFT + "test_equals_go_to_the_lowest_id_and_nan_ranks_last",
+    ),
+    Mutant(
+        "draft-confidence-without-the-embedding",
+        "draft.cu",
+        "v = e[row * rank + i - width];",
+        "v = 0.0f * e[row * rank + i - width];",
+        DRAFT + "test_a_confidence_is_one_dot",
+    ),
 )

@@ -92,7 +92,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float, norm: float) -> None:
-        """One update at `factor` times the base rates, clipping Adam's gradients by their global `norm`; clears them."""
+        """One update at `factor` times the base rates, Adam's gradients clipped by the whole `norm`; clears them."""
         self.steps += 1
         r, t = self.rates, self.steps
         for name, p in self.muon.items():

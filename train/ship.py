@@ -1,9 +1,10 @@
 """Finish what the tree carries: the runs' logs, and SHA256SUMS over everything in ds4/embedded.
 
-    python -m train.ship [--work DIR] [--log RUN ...]
+    python -m train.ship [--log FOLDER ...]
 
 Run it last, after `train.export -o ds4/embedded/model --force` and `train.slices`, and again whenever a file there
-changes. Without --log the logs that are there stay. Refuses what is not whole, or more than 20 MB.
+changes. A run's FOLDER gives its log.jsonl and those of the folders in it; without --log the logs that are there
+stay. Refuses what is not whole, or more than 20 MB.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from ds4 import embedded
 from ds4.checkpoint.preflight import preflight
 from ds4.checkpoint.writer import replace_file
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
-from train.config import WORK
 
 MOST_BYTES = 20_000_000
 
@@ -27,7 +27,7 @@ def ship(home: Path, logs: Sequence[tuple[str, Path]]) -> int:
     """Replace the logs if there are any, check, write SHA256SUMS; bytes of all files.
 
     Args:
-        logs: (run's name, its log.jsonl).
+        logs: (name, log.jsonl), see `logs_of`.
 
     Raises:
         FileFormatError: a log or the checkpoint is broken; nothing was changed if it is a log.
@@ -53,6 +53,18 @@ def ship(home: Path, logs: Sequence[tuple[str, Path]]) -> int:
     return n_bytes
 
 
+def logs_of(run: Path) -> list[tuple[str, Path]]:
+    """A run's logs: the log of `embedded` and, named after both, that of `embedded/draft`.
+
+    Raises:
+        UsageError: the folder has no log.
+    """
+    found = [run / "log.jsonl", *sorted(run.glob("*/log.jsonl"))]
+    if not found[0].is_file():
+        raise UsageError(f"{run}: has no log.jsonl; name the folder of a run")
+    return [("-".join((run.resolve().name, *p.parent.relative_to(run).parts)), p) for p in found]
+
+
 def _checked(path: Path) -> bytes:
     """The bytes of a log, every line of which is an object."""
     try:
@@ -69,11 +81,12 @@ def _checked(path: Path) -> bytes:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.ship", description="Finish what the tree carries.")
-    parser.add_argument("--work", type=Path, default=WORK, help=f"working folder (default {WORK})")
-    parser.add_argument("--log", nargs="+", default=[], metavar="RUN", help="runs whose logs are shipped")
+    parser.add_argument(
+        "--log", nargs="+", type=Path, default=[], metavar="FOLDER", help="runs whose logs are shipped"
+    )
     args = parser.parse_args(argv)
     try:
-        n_bytes = ship(embedded.HOME, [(run, args.work / "runs" / run / "log.jsonl") for run in args.log])
+        n_bytes = ship(embedded.HOME, [log for folder in args.log for log in logs_of(folder)])
     except Ds4Error as e:
         print(f"train.ship: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1

@@ -20,20 +20,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(tmp_path: Path, name: str, log: str) -> None:
+def run(tmp_path: Path, name: str, log: str) -> str:
     (tmp_path / "runs" / name).mkdir(parents=True)
     (tmp_path / "runs" / name / "log.jsonl").write_text(log)
+    return str(tmp_path / "runs" / name)
 
 
 def test_logs_and_sums(home: Path, tmp_path: Path) -> None:
-    run(tmp_path, "trunk", '{"step": 1}\n')
-    run(tmp_path, "draft", '{"step": 2}\n')
-    assert ship.main(["--work", str(tmp_path), "--log", "trunk"]) == 0
+    trunk, other = run(tmp_path, "trunk", '{"step": 1}\n'), run(tmp_path, "other", '{"step": 2}\n')
+    run(tmp_path, "trunk/draft", '{"step": 3}\n')
+    assert ship.main(["--log", trunk]) == 0
+    assert sorted(p.name for p in (home / "training-log").iterdir()) == ["trunk-draft.jsonl", "trunk.jsonl"]
+    assert (home / "training-log" / "trunk-draft.jsonl").read_text() == '{"step": 3}\n'
     embedded.verify()
-    assert ship.main(["--work", str(tmp_path), "--log", "draft"]) == 0
-    assert [p.name for p in (home / "training-log").iterdir()] == ["draft.jsonl"]
-    assert ship.main(["--work", str(tmp_path)]) == 0  # nothing new: the logs stay
-    assert (home / "training-log" / "draft.jsonl").read_text() == '{"step": 2}\n'
+    (home / "training-log" / "evaluation.json").write_text("{}")
+    assert ship.main(["--log", other]) == 0
+    assert sorted(p.name for p in (home / "training-log").iterdir()) == ["evaluation.json", "other.jsonl"]
+    assert ship.main([]) == 0  # nothing new: the logs stay
+    assert (home / "training-log" / "other.jsonl").read_text() == '{"step": 2}\n'
     embedded.verify()
 
 
@@ -41,16 +45,15 @@ def test_logs_and_sums(home: Path, tmp_path: Path) -> None:
 def test_a_broken_log_changes_nothing(
     home: Path, tmp_path: Path, log: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path, "trunk", log)
-    assert ship.main(["--work", str(tmp_path), "--log", "trunk"]) == 1
+    assert ship.main(["--log", run(tmp_path, "trunk", log)]) == 1
     assert said in capsys.readouterr().err and not (home / "training-log").exists()
-    assert ship.main(["--work", str(tmp_path), "--log", "absent"]) == 1
+    assert ship.main(["--log", str(tmp_path)]) == 2
 
 
 def test_too_large_and_not_whole(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ship, "MOST_BYTES", 1)
-    assert ship.main(["--work", str(tmp_path)]) == 1 and "has room for" in capsys.readouterr().err
+    assert ship.main([]) == 1 and "has room for" in capsys.readouterr().err
     monkeypatch.setattr(ship, "preflight", lambda path: ["layers.0: is missing"])
-    assert ship.main(["--work", str(tmp_path)]) == 1 and "not whole: layers.0" in capsys.readouterr().err
+    assert ship.main([]) == 1 and "not whole: layers.0" in capsys.readouterr().err

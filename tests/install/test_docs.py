@@ -46,6 +46,8 @@ def documented(heading: str) -> list[str]:
 def test_every_dependency_has_its_reason() -> None:
     assert sorted(documented("To run")) == sorted(names(PROJECT["dependencies"]))
     assert sorted(documented("To develop")) == sorted(names(PROJECT["optional-dependencies"]["dev"]))
+    training = names(requirements(ROOT / "train" / "requirements.txt"))
+    assert sorted(documented("To train the embedded model")) == sorted(training)
 
 
 def imported(folder: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A request's sampling settings, checked; what the kernel reads is in ops/sample.py."""
+"""A request's sampling settings, checked; what the kernels read is in ops/sample.py."""
 
 from __future__ import annotations
 
@@ -41,6 +41,47 @@ class Sampling:
     def device_temperature(self) -> float:
         """What the kernel divides by: 0 for greedy, else at least LEAST_TEMPERATURE."""
         return max(self.temperature, LEAST_TEMPERATURE) if self.temperature > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is changed in the logits before a token is chosen, from what the text has so far.
+
+    Logits of tokens in the prompt or the answer are divided by `repetition` where positive, multiplied by it
+    otherwise; then `frequency` times the token's count in the answer is taken off, and `presence` if it is there at
+    all; then `logit_bias`, (token, value) pairs, is added.
+
+    Raises:
+        RequestError: a value outside its range, named as in a request.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("presence_penalty", self.presence, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition, 0.1, 10.0)
+        for token, value in self.logit_bias:
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", value, -100.0, 100.0)
+
+    @property
+    def neutral(self) -> bool:
+        """Whether no logit would change: nothing needs to be launched."""
+        return (self.presence, self.frequency, self.repetition, self.logit_bias) == (0, 0, 1, ())
+
+    def check_vocab(self, vocab: int) -> None:
+        """Refuse a bias on a token that is not there.
+
+        Raises:
+            RequestError: an id of `logit_bias` is `vocab` or more.
+        """
+        for token, _ in self.logit_bias:
+            if token >= vocab:
+                raise RequestError(f"logit_bias names token {token}; ids run from 0 to {vocab - 1}", "logit_bias")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:

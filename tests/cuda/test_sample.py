@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from ds4.device import Device
-from ds4.engine.ops.sample import pack_params, sample
-
-F64 = NDArray[np.float64]
+from ds4.device.kernels.sample import SAMPLE, SAMPLE_SMALL
+from ds4.engine.ops.sample import DRAFT_STREAM, pack_params, sample
 
 
 def kept_set(logits: NDArray[np.float32], T: float, top_k: int, top_p: float, min_p: float) -> list[int]:
@@ -116,6 +115,70 @@ def test_rows_without_a_distribution_are_refused(device: Device, bad: float) -> 
     logits[50] = bad
     assert draw(device, logits, T=1.0)[0][0] == -1
     assert draw(device, np.full(8, -np.inf, np.float32), T=1.0)[0][0] == -1
+
+
+def test_the_number_of_threads_changes_nothing(device: Device) -> None:
+    logits = device.upload(np.stack([random_logits(300, i) for i in range(4)]))
+    pos = device.upload(np.arange(4, dtype=np.int32))
+    for settings in ((0.0, 0, 1.0, 0.0), (0.8, 9, 0.9, 0.01)):
+        params = device.upload(pack_params(4, *settings, 3))
+        got = []
+        for kernel in (SAMPLE, SAMPLE_SMALL):
+            out = device.empty((4, 4), "i32")
+            device.launch(kernel, out, None, logits, None, params, pos, 300, R=4, V=300)
+            got.append(device.download(out))
+        assert np.array_equal(*got)
+
+
+@pytest.mark.parametrize("device", ["greedy", "rising", "falling"], indirect=True)
+def test_raw_logits_give_the_log_probability_and_tokens_go_to_their_slots(device: Device) -> None:
+    raw = np.stack([random_logits(150, i) for i in range(5)])
+    chosen_from = raw + np.float32(2.5) * (np.arange(150) % 7 == 0).astype(np.float32)
+    chosen_from[4, 3] = np.nan
+    out, tokens = device.empty((5, 4), "i32"), device.empty((5,), "i32")
+    params, pos = device.upload(pack_params(5, 1.0, 40, 0.9, 0.0, 8)), device.upload(np.arange(5, dtype=np.int32))
+    sample(device, out, device.upload(chosen_from), params, pos, 5, raw=device.upload(raw), tokens=tokens)
+    got, slots = device.download(out), device.download(tokens)
+    plain = device.empty((5, 4), "i32")
+    sample(device, plain, device.upload(chosen_from), params, pos, 5)
+    assert np.array_equal(got[:, [0, 2, 3]], device.download(plain)[:, [0, 2, 3]])
+    assert got[4, 0] == -1 and slots[4] == 0
+    assert np.array_equal(got[:4, 0], slots[:4])
+    exact = raw - np.log(np.exp(raw.astype(float)).sum(1, keepdims=True))
+    assert got[:4, 1].view(np.float32) == pytest.approx(exact[np.arange(4), slots[:4]], abs=2e-6)
+
+
+def test_streams_do_not_know_of_each_other(device: Device) -> None:
+    logits, pos = np.zeros((200, 64), np.float32), device.upload(np.arange(200, dtype=np.int32))
+    picks = []
+    for stream in (0, DRAFT_STREAM):
+        out = device.empty((200, 4), "i32")
+        params = device.upload(pack_params(200, 1.0, 0, 1.0, 0.0, 5, stream))
+        sample(device, out, device.upload(logits), params, pos, 200)
+        picks.append(device.download(out)[:, 0])
+    assert (picks[0] == picks[1]).sum() < 15  # one in 64 by chance
+
+
+def test_so_cold_that_scores_overflow(device: Device) -> None:
+    logits = random_logits(40, 2) * np.float32(1e35)
+    assert draw(device, logits, T=1e-5)[0][0] == int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("device", ["fast"], indirect=True)
+@pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 900, "top_p": 0.6}])
+@pytest.mark.parametrize("kind", ["random", "ties", "all equal", "one giant"])
+def test_released_vocabulary_truncates_exactly(device: Device, kind: str, settings: dict[str, float]) -> None:
+    V = 129_280
+    logits = {
+        "random": random_logits(V, 7),
+        "ties": np.round(random_logits(V, 7)),
+        "all equal": np.full(V, -3.5, np.float32),
+        "one giant": np.where(np.arange(V) == 99_999, 60.0, 0.0).astype(np.float32),
+    }[kind]
+    s = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
+    want = kept_set(logits, 1.0, int(s["top_k"]), s["top_p"], s["min_p"])
+    tokens, _, kept = draw(device, logits, seed=1, **settings)
+    assert kept[0] == len(want) and tokens[0] in set(want)
 
 
 @pytest.mark.parametrize("device", ["fast"], indirect=True)

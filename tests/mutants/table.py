@@ -10,7 +10,7 @@ from tests.mutants.harness import Mutant
 HYPER, KV, COMPRESS, ROPE = (f"tests/cuda/test_{name}.py::" for name in ("hyper", "kv", "compress", "rope"))
 ENGRAM, TOPK, LINEAR, SAMPLE = (f"tests/cuda/test_{name}.py::" for name in ("engram", "topk", "linear", "sample"))
 NORM, ROUTER, EXPERTS, LLOYD = (f"tests/cuda/test_{name}.py::" for name in ("norm", "router", "experts", "lloyd"))
-ATTENTION, INDEX, DRAFT = (f"tests/cuda/test_{name}.py::" for name in ("attention", "index", "draft"))
+ATTENTION, INDEX, DRAFT, ACCEPT = (f"tests/cuda/test_{n}.py::" for n in ("attention", "index", "draft", "accept"))
 
 MUTANTS: tuple[Mutant, ...] = (
     # -- hyper.cu
@@ -124,19 +124,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "sm.equal[warp] = equal;",
         TOPK + "test_rows_are_the_best_rising_and_padded",
     ),
-    # -- sample.cu
+    # -- sample.cu, accept.cu and what they share
     Mutant(
         "sample-barrier-removed",
-        "sample.cu",
-        "    sync_block();\n    if (lane == 0) sm.best[warp] = v;\n    sync_block();\n    v = sm.best[lane];\n"
-        "    for (int m = 16; m; m >>= 1) v = max",
-        "    sync_block();\n    if (lane == 0) sm.best[warp] = v;\n    v = sm.best[lane];\n"
-        "    for (int m = 16; m; m >>= 1) v = max",
+        "truncate.cuh",
+        "        sync_block();\n        if (threadIdx.x < 32) {",
+        "        if (threadIdx.x < 32) {",
         SAMPLE + "test_greedy_takes_the_lowest_of_equals",
     ),
     Mutant(
+        "accept-counts-past-the-first-that-falls",
+        "accept.cu",
+        "__ffs((int)~ballot(stands)) - 1",
+        "__popc(ballot(stands))",
+        ACCEPT + "test_temperature_zero_takes_the_argmax_whatever_the_draft",
+    ),
+    Mutant(
         "sample-carry-dropped",
-        "sample.cu",
+        "truncate.cuh",
         "(u32)(weight >> 32) + (u32)(old + mine < old);",
         "(u32)(weight >> 32);",
         SAMPLE + "test_truncated_sets_are_exact",

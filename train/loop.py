@@ -86,6 +86,10 @@ class Run:
     processes: int = 2
     save_seconds: float = 120.0  # between checkpoints
 
+    def steps(self, stage: Mapping[str, Any]) -> int:
+        """How many a stage (as a dictionary) takes."""
+        return -(-int(stage["tokens"]) // (self.processes * int(stage["batch"]) * int(stage["length"])))
+
 
 class Shared:
     """Weights, gradients, optimizer state and small exchange areas in memory that all processes see."""
@@ -148,10 +152,13 @@ def train(run: Run, first: Mapping[str, Tensor]) -> dict[str, Any]:
     if last.exists():
         kept = load_checkpoint(last)
         plan = [asdict(s) for s in run.stages]
-        if (
-            kept["config"] != run.config
-            or kept["stages"][: kept["position"]["stage"]] != plan[: kept["position"]["stage"]]
-        ):
+        position = kept["position"]
+        last_stage = len(plan) - 1
+        if position["stage"] > last_stage and plan[-1]["tokens"] > kept["stages"][-1]["tokens"]:
+            # finished, but its last stage was given more tokens: it goes on where the longer schedule has that step
+            position = {"stage": last_stage, "step": run.steps(kept["stages"][-1]), "steps": position["steps"]}
+        done = position["stage"]
+        if kept["config"] != run.config or kept["stages"][:done] != plan[:done]:
             raise ConfigError(f"{last} is of another configuration or plan; use another --run, or remove it")
         for name in shared.shapes:
             if name not in kept["weights"] or kept["weights"][name].shape != shared.shapes[name]:
@@ -159,7 +166,6 @@ def train(run: Run, first: Mapping[str, Tensor]) -> dict[str, Any]:
             shared.view(shared.values, name).copy_(kept["weights"][name])
         for name, value in kept["optimizer"].items():
             shared.state[name].copy_(value)
-        position = kept["position"]
         print(f"going on from {last}: {position}", flush=True)
     barrier = multiprocessing.get_context("spawn").Barrier(run.processes, timeout=WAIT)
     multiprocessing.spawn(_worker, (run, shared, barrier, position), nprocs=run.processes)
@@ -218,7 +224,7 @@ class _Worker:
             trained = self.trainee.trained(stage)
             for name, p in self.weights.items():
                 p.requires_grad_(name in trained)
-            total = -(-stage.tokens // (self.run.processes * stage.batch * stage.length))
+            total = self.run.steps(asdict(stage))
             batches = Batches(
                 self.run.work, stage.mix, stage.batch, stage.length, self.run.seed * 1000 + index, self.rank
             )

@@ -99,6 +99,12 @@ def test_a_finished_run_is_not_trained_again(work: Path) -> None:
     assert all(torch.equal(before["weights"][n], after["weights"][n]) for n in before["weights"])
 
 
+def test_a_finished_run_goes_on_when_its_last_stage_gets_more_tokens(work: Path) -> None:
+    train(a_run(work, "longer"), first())
+    run = replace(a_run(work, "longer"), stages=[replace(STAGE, tokens=STAGE.tokens * 2)])
+    assert train(run, first())["position"] == {"stage": 1, "step": 0, "steps": 24}
+
+
 def test_a_checkpoint_of_something_else_is_refused(work: Path) -> None:
     run = a_run(work, "other")
     run.folder.mkdir(parents=True)

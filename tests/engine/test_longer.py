@@ -34,7 +34,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hundreds_of_positions_equal_the_teacher(toy: Path, fast_device: Device) -> None:
-    ids = [0, *np.random.default_rng(1).integers(3, 4000, N - 1).tolist()]
+    # Of the prompts of seeds 1 to 3 the first has two index scores at the cut that differ by less than a rounding, so
+    # that engine and teacher pick different rows from position 298 on (0.8 % apart); this one has none.
+    ids = [0, *np.random.default_rng(2).integers(3, 4000, N - 1).tolist()]
     shards = toy.parent / "ckpt"
     source = BaseSource(Base.open(toy, shards))
     config = source.config
@@ -48,4 +50,4 @@ def test_hundreds_of_positions_equal_the_teacher(toy: Path, fast_device: Device)
         state.LEAST_CAPACITY = least
     apart = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert np.median(apart) <= 5e-6
-    assert (apart > 1e-4).mean() <= 0.02
+    assert apart.max() <= 1e-4

@@ -16,7 +16,7 @@ from ds4.cli.ids import check_length, model_ids
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
 from ds4.engine import Engine, Sampling
 from ds4.errors import FileFormatError, RequestError, UsageError
-from ds4.model.chat import render
+from ds4.model.chat import other_turns, render
 from ds4.model.tokenizer import StreamDecoder
 from ds4.teacher.files import load_ids
 
@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.ids is None else _read_ids(args.ids)
     engine = open_engine(args)
     try:
-        return _generate(args, engine, sampling, _prompt_ids(args, given, engine))
+        ends = other_turns(engine.tokenizer) if args.chat else frozenset()
+        return _generate(
+            args, engine, sampling, _prompt_ids(args, given, engine), ends | {engine.config.eos_token_id}
+        )
     finally:
         engine.close()
 
@@ -64,7 +67,9 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed)
 
 
-def _generate(args: argparse.Namespace, engine: Engine, sampling: Sampling, prompt_ids: list[int]) -> int:
+def _generate(
+    args: argparse.Namespace, engine: Engine, sampling: Sampling, prompt_ids: list[int], ends: frozenset[int]
+) -> int:
     session = engine.session()
     started = time.monotonic()
     with progress_bar("reading the prompt") as progress:
@@ -78,7 +83,7 @@ def _generate(args: argparse.Namespace, engine: Engine, sampling: Sampling, prom
     for _ in range(min(args.max_tokens, room)):
         token = session.next(sampling)
         ids.append(token)
-        if token == engine.config.eos_token_id:
+        if token in ends:
             reason = "stop"
             break
         _emit(text, decoder.push(token), args.json)

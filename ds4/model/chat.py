@@ -25,6 +25,7 @@ from ds4.model.tokenizer import (
     USER,
     Segment,
     Special,
+    Tokenizer,
 )
 from ds4.model.tools import OWN_TOOL_TEXT, ToolText, json_text, render_calls, render_tools
 
@@ -104,6 +105,15 @@ def render(
         if i + 1 == len(turns) or turns[i + 1].role in ("assistant", "latest_reminder"):
             out += _header(turn, i, thinking, reasons=thinking and (not drop or i >= last))
     return [s for s in out if s != ""]
+
+
+def other_turns(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that begin a turn, or a conversation: as far as this vocabulary has them.
+
+    An assistant's turn cannot hold one. A model that draws one has left its turn without the end of sentence, as a
+    small or badly quantized one does; what follows is not part of the answer.
+    """
+    return frozenset(tokenizer.added[n] for n in (BOS, SYSTEM, USER, ASSISTANT) if n in tokenizer.added)
 
 
 def _system(turn: Turn, tool_text: ToolText) -> list[Segment]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds4.engine import Sampling
 from ds4.errors import RequestError
-from ds4.model.chat import prepare, render
+from ds4.model.chat import other_turns, prepare, render
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special, Tokenizer
 from ds4.server.fields import Fields, naming
 from ds4.server.outbox import Finished
@@ -49,7 +49,8 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
         segments = render(messages, thinking=thinking, effort=effort)
         ids = engine.tokenizer.encode_segments(segments, spell_missing=True)
     in_reasoning = _ends_in_reasoning(segments)
-    return _generation(fields, engine, limits, ids, "messages", None, in_reasoning)
+    generation = _generation(fields, engine, limits, ids, "messages", None, in_reasoning)
+    return replace(generation, ends=other_turns(engine.tokenizer))
 
 
 def read_completion(fields: Fields, engine: ServedEngine, limits: Limits) -> Generation:

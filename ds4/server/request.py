@@ -55,6 +55,7 @@ class Generation:
         max_tokens: at least 1; prompt and answer together fit the context.
         stops: texts that end the answer; looked for in content, not in reasoning.
         in_reasoning: the prompt ended inside a reasoning block.
+        ends: tokens that end the answer as the end of sentence does: of a chat, those that would begin another turn.
         include_usage: a streamed answer ends with a chunk of usage counts.
     """
 
@@ -65,6 +66,7 @@ class Generation:
     in_reasoning: bool = False
     stream: bool = False
     include_usage: bool = False
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class Worker:
             if cancelled():
                 raise Cancelled
             token = session.next(g.sampling)
-            if token == engine.config.eos_token_id:
+            if token == engine.config.eos_token_id or token in g.ends:
                 reason = "stop"
                 break
             for delta in text.push(token):

@@ -49,9 +49,9 @@ def base() -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(base: Path) -> Engine:
-    """As it is served."""
+    """As it is served; a module's own, because a server closes the engine that it was given."""
     shards = embedded.checkpoint()
     return Engine.open(base, engram_dir=shards, prefill="replay", device=opened("fast", "greedy"))
 

@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.standin import BOS, Served, StandIn, StandInConfig, ids_of, serve
+from ds4.model import tokenizer as names
+from tests.server.standin import BOS, TOKENIZER, Served, StandIn, StandInConfig, ids_of, serve
 
 TEXT = "H\u00e9llo \U0001f468\u200d\U0001f469\u200d\U0001f467 \U00020000e\u0301 \ufffd!"
 QUESTION: Any = [{"role": "user", "content": "Ping?"}]
@@ -94,6 +95,20 @@ def test_stop_strings_cut(server: Served, stream: bool) -> None:
     else:
         text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert text == TEXT[: TEXT.index(stop[0])] and reason == "stop"
+
+
+@pytest.mark.parametrize("name", [names.USER, names.ASSISTANT, names.SYSTEM, names.BOS])
+def test_a_chat_answer_ends_where_another_turn_begins(name: str) -> None:
+    """The token, not its spelling; a plain completion is text as the model writes it."""
+    script = [*ids_of("Yes."), TOKENIZER.special_id(name), *ids_of("and more")]
+    with serve(StandIn(script)) as server:
+        answer = server.client().chat.completions.create(model="any", messages=QUESTION)
+        assert answer.choices[0].message.content == "Yes." and answer.choices[0].finish_reason == "stop"
+        plain = server.client().completions.create(model="any", prompt="x", max_tokens=100)
+        assert plain.choices[0].text.startswith("Yes.") and plain.choices[0].text.endswith("and more")
+    with serve(StandIn(TOKENIZER.encode(f"Yes.{name}and more"))) as server:
+        answer = server.client().chat.completions.create(model="any", messages=QUESTION)
+        assert answer.choices[0].message.content == f"Yes.{name}and more"
 
 
 def test_max_tokens_ends_with_length(server: Served) -> None:

@@ -7,8 +7,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import cast
 
 from ds4 import embedded
+from ds4.base.experts import Gain
 from ds4.base.quantize import quantize
 from ds4.checkpoint.reader import Checkpoint
 from ds4.engram.tables import derive_tables
@@ -41,7 +43,7 @@ def embedded_base(recipe: embedded.Recipe | None = None, folder: Path | None = N
             tables = derive_tables(config, Tokenizer.from_file(checkpoint / "tokenizer.json", config))
             workers = os.cpu_count() or 1
             quantize(
-                checkpoint, made / "embedded.gguf", tables, bits=recipe.bits, gain=recipe.gain, workers=workers
+                checkpoint, made / "embedded.gguf", tables, bits=recipe.bits, gain=cast(Gain, recipe.gain), workers=workers
             )  # fmt: skip
             made.rename(home)
         except OSError:

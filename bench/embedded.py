@@ -41,10 +41,8 @@ def embedded_base(recipe: embedded.Recipe | None = None, folder: Path | None = N
         try:
             config = Checkpoint.open(checkpoint).config
             tables = derive_tables(config, Tokenizer.from_file(checkpoint / "tokenizer.json", config))
-            workers = os.cpu_count() or 1
-            quantize(
-                checkpoint, made / "embedded.gguf", tables, bits=recipe.bits, gain=cast(Gain, recipe.gain), workers=workers
-            )  # fmt: skip
+            workers, gain = os.cpu_count() or 1, cast(Gain, recipe.gain)
+            quantize(checkpoint, made / "embedded.gguf", tables, bits=recipe.bits, gain=gain, workers=workers)
             made.rename(home)
         except OSError:
             if not home.exists():  # else another process was faster

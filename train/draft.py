@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds4.errors import Ds4Error, FileFormatError
+from ds4.errors import FileFormatError
 from train import ops
+from train.config import WORK
 from train.data import held_out
-from train.loop import Run, Stage, load_checkpoint, save_checkpoint, train
+from train.loop import Run, Stage, load_checkpoint, save_checkpoint, train, training_command
 from train.model import HIDDEN, Model, Node, load_model, moe, normal, project_out, put_block, rope_tables
 from train.optim import Rates
 from train.train import LONG_MIX
@@ -254,7 +255,7 @@ class Draft:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.draft", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("var/train"), help="working folder (default var/train)")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"working folder (default {WORK})")
     parser.add_argument(
         "--run", default="embedded", help="the trunk's run; drafts go into RUN/draft, then RUN/model.pt"
     )
@@ -264,14 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tokens <= 0 or args.batch <= 0:
         parser.error("--tokens and --batch must be positive")
-    try:
-        return run(args)
-    except Ds4Error as e:
-        print(f"draft: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("draft: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 1
+    return training_command("draft", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

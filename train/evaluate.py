@@ -28,12 +28,12 @@ from ds4.engram.tables import derive_tables
 from ds4.errors import Ds4Error, FileFormatError
 from ds4.model.tokenizer import Tokenizer
 from train import ops
+from train.config import DIALOGUES, DOMAINS, UNSEEN, WORK
 from train.data import TokenFile, held_out, read_index
 from train.draft import ANCHORS, FIRST_ANCHOR, JUDGED, Draft
 from train.model import Model
 from train.weights import read_checkpoint
 
-DOMAINS = ("code", "law", "medicine", "science", "finance", "general", "chinese", "unseen", "dialogues")
 CLAIMED = ("code", "law", "medicine", "science", "finance", "general")
 WINDOW, CONTEXT = 1024, 256  # a long document is read in windows; a later one scores what comes after its context
 LONG = 4096
@@ -184,7 +184,7 @@ def _trunk(model: Model, work: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as e:
         raise FileFormatError(f"{work / 'ngram.json'}: cannot be read ({e}); run train.ngram first") from e
     result: dict[str, Any] = {"bits_per_byte": {}, "by_position": {}}
-    for domain in DOMAINS:
+    for domain in (*DOMAINS, UNSEEN, DIALOGUES):
         row = bits_per_byte(model, work, domain)
         base = trigram.get(domain, {})
         row |= {f"trigram_{k}": base[k] for k in ("own", "pooled") if base.get(k) is not None}
@@ -204,7 +204,7 @@ def _trunk(model: Model, work: Path) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.evaluate", description=__doc__.split("\n\n")[0])
     parser.add_argument("-m", "--model", type=Path, required=True, help="checkpoint folder in the released layout")
-    parser.add_argument("--work", type=Path, default=Path("var/train"), help="working folder (default var/train)")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"working folder (default {WORK})")
     parser.add_argument("-o", "--output", type=Path, help="JSON file for the figures")
     parser.add_argument("--part", choices=PARTS, help="only this part; FILE keeps what it has of the other")
     args = parser.parse_args(argv)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, multiprocessing, nn
 
-from ds4.errors import ConfigError, FileFormatError
+from ds4.errors import ConfigError, Ds4Error, FileFormatError
 from train.data import Batches
 from train.optim import Optimizer, Rates, balance, state_names
 
@@ -170,6 +171,17 @@ def train(run: Run, first: Mapping[str, Tensor]) -> dict[str, Any]:
     barrier = multiprocessing.get_context("spawn").Barrier(run.processes, timeout=WAIT)
     multiprocessing.spawn(_worker, (run, shared, barrier, position), nprocs=run.processes)
     return load_checkpoint(last)
+
+
+def training_command(name: str, run: Callable[[], int]) -> int:
+    """A command's exit code: an error and an interruption are one line each, and 1."""
+    try:
+        return run()
+    except Ds4Error as e:
+        print(f"{name}: {e}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    return 1
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ds4.errors import Ds4Error
 from train import ops
+from train.config import DIALOGUES, DOMAINS, UNSEEN, WORK
 from train.data import bytes_per_token, held_out
-from train.loop import Run, Stage, train
+from train.loop import Run, Stage, train, training_command
 from train.model import Model, index_loss, load_model
 from train.optim import Rates
 
@@ -31,7 +31,7 @@ MIX = {
 LONG_MIX = MIX | {"dialogues": 0.15}
 SPARSE_SHARE = 0.12  # of the trunk's tokens
 INDEX_TOKENS = 600_000
-JUDGED = ("code", "law", "medicine", "science", "finance", "general", "chinese", "dialogues", "unseen")
+JUDGED = (*DOMAINS, DIALOGUES, UNSEEN)
 INDEXER = ".attn.indexer."
 
 
@@ -90,7 +90,7 @@ def stages(tokens: int, batch_tokens: int) -> list[Stage]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.train", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("var/train"), help="working folder (default var/train)")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"working folder (default {WORK})")
     parser.add_argument("--run", default="embedded", help="name of the run, a folder in WORK/runs")
     parser.add_argument("--tokens", type=float, default=26e6, help="tokens of the trunk (default 26e6)")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step and process (default 4096)")
@@ -98,17 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tokens < 10 * args.batch_tokens or args.batch_tokens % 1024:
         parser.error("--batch-tokens must be a multiple of 1024 and --tokens at least ten times that")
-    try:
-        return run(args)
-    except Ds4Error as e:
-        print(f"train: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 1
+    return training_command("train", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
+    first = {n: p.data for n, p in load_model(args.work, seed=args.seed).weights().items()}
     config = json.loads((args.work / "config.json").read_text())
     plan = Run(
         folder=args.work / "runs" / args.run,
@@ -120,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
         rates=Rates(),
         groups={"attn.wo_a.weight": config["text_config"]["o_groups"]},
     )
-    first = {n: p.data for n, p in load_model(args.work, seed=args.seed).weights().items()}
     train(plan, first)
     return 0
 

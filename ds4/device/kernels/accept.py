@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ds4.device.kernels import Kernel
-from ds4.device.kernels.sample import ROW_SMEM
-
-ONE_ROW = "one block a row: every pass ends in a decision of the whole row; the logits stay in L2"
+from ds4.device.kernels.sample import ONE_ROW, ROW_SMEM
 
 
 def _shares(suffix: str, threads: int) -> Kernel:

@@ -17,7 +17,7 @@ from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts, Scheduler
 from ds4.engine.scratch import Workspace
-from ds4.engine.session import Session, SessionOptions
+from ds4.engine.session import PLAIN, Session, SessionOptions
 from ds4.engine.step import MAX_ROWS
 from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
 from ds4.engram.store import RowStore
@@ -31,6 +31,7 @@ CHOICES = {
     "kv": ("fp4", "f32"),
     "prefill": ("full", "replay"),
     "index_keys": ("owner", "released"),
+    "draft": ("drawn", "argmax"),
 }
 
 
@@ -74,6 +75,7 @@ class Engine:
         dspark: bool = False,
         dspark_block: int | None = None,
         draft_k: int | None = None,
+        draft: str = "drawn",
         device: Device | None = None,
         mem_budget_mb: int | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -90,6 +92,7 @@ class Engine:
             dspark: draft with the model's draft head, if it has one (draft.py); the tokens stay what they are.
             dspark_block: drafts a round at most; None: as many as the model's block has.
             draft_k: drafts to verify in every round; None: a scheduler decides (scheduler.py).
+            draft: without a seed, drafts are "drawn" from the draft head, or its likeliest tokens, "argmax".
             mem_budget_mb: refuse weights, and later a sequence's state, that together take more than this.
 
         Raises:
@@ -98,7 +101,9 @@ class Engine:
             CapacityError: weights over the budget or over the memory that is there.
             DeviceError: no driver, no compiler.
         """
-        given = {"activations": activations, "kv": kv, "prefill": prefill, "index_keys": index_keys}
+        given = {
+            "activations": activations, "kv": kv, "prefill": prefill, "index_keys": index_keys, "draft": draft
+        }  # fmt: skip
         for key, value in given.items():
             if value not in CHOICES[key]:
                 raise UsageError(f"{key} is {value!r}; choose one of {', '.join(CHOICES[key])}")
@@ -118,9 +123,9 @@ class Engine:
         feed = NgramFeed(base.config, _tables(base), stores)
         dev = opened.with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
-        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left)
-        draft = place_draft(base, dev, weights) if block else None
-        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), draft, block, draft_k)
+        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
+        head = place_draft(base, dev, weights) if block else None
+        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k)
 
     def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
         """A new, empty sequence.
@@ -136,7 +141,7 @@ class Engine:
 
     def _policy(self) -> DraftPolicy:
         if self.draft is None:
-            return FixedDrafts(0)
+            return PLAIN()
         return Scheduler() if self.draft_k is None else FixedDrafts(self.draft_k)
 
     def close(self) -> None:

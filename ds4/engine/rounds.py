@@ -76,8 +76,9 @@ class Rounds:
         last: f32 [1, V], the logits that the last round's last token was chosen by, until the next pass.
     """
 
-    def __init__(self, device: Device, step: StepRunner, drafter: Drafter | None) -> None:
-        self.device, self.step, self.drafter = device, step, drafter
+    def __init__(self, device: Device, step: StepRunner, drafter: Drafter | None, *, argmax: bool) -> None:
+        """`argmax`: without a seed too, drafts are the likeliest tokens and not drawn."""
+        self.device, self.step, self.drafter, self._argmax = device, step, drafter, argmax
         self.counts = RoundCounts()
         self.last = step.logits.view(0, (1, step.config.vocab_size), "f32")
         # one download: the round's four words, then four words a row
@@ -181,11 +182,9 @@ class Rounds:
         if ids is None or drafter is None or _same_noise(sampling):
             sample(dev, rows, logits, self._params, pos, 1 + k)
         else:
-            V = logits.shape[1]
-            accept(
-                dev, rows, self._shares.view(0, (1 + 2 * k, 8), "i32"), logits, ids, self._params, pos, 1 + k,
-                draft_logits=drafter.logits.view(0, (k, V), "f32"),
-            )  # fmt: skip
+            drawn_from = None if self._argmax else drafter.logits.view(0, (k, logits.shape[1]), "f32")
+            shares = self._shares.view(0, (1 + k if self._argmax else 1 + 2 * k, 8), "i32")
+            accept(dev, rows, shares, logits, ids, self._params, pos, 1 + k, draft_logits=drawn_from)
         if ids is not None:
             accept_prefix(dev, self._round, rows, ids, pos)
         told = dev.download(self._result.view(0, (2 + k, 4), "i32"))
@@ -203,7 +202,8 @@ class Rounds:
         self._params.write(pack_params(MAX_ROWS, *given, TARGET_STREAM))
         if self.drafter is not None:
             stream = TARGET_STREAM if _same_noise(s) else DRAFT_STREAM
-            self.drafter.pick_by(None if s.temperature == 0 else pack_params(1, *given, stream))
+            likeliest = s.temperature == 0 or (self._argmax and not s.seeded)
+            self.drafter.pick_by(None if likeliest else pack_params(1, *given, stream))
         self._packed = s
 
     def _cold(self) -> tuple[int, int]:

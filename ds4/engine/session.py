@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +25,15 @@ from ds4.engine.ops.kv import kv_layout
 from ds4.engine.prefill import Cancelled, Prefill
 from ds4.engine.rounds import Drawn, RoundCounts, Rounds
 from ds4.engine.sampling import Sampling
-from ds4.engine.scheduler import DraftPolicy
+from ds4.engine.scheduler import DraftPolicy, FixedDrafts
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SequenceState, Snapshot
 from ds4.engine.step import MAX_ROWS, StepRunner, Tap
 from ds4.engine.weights import ModelWeights
 from ds4.errors import Ds4Error, RequestError
 from ds4.model.config import ModelConfig
+
+PLAIN: Callable[[], DraftPolicy] = partial(FixedDrafts, 0)  # decode a token a pass
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class SessionOptions:
     chunk: int
     graphs: bool
     state_budget_bytes: int | None = None
+    draft: str = "drawn"
 
 
 class Session:
@@ -64,7 +68,8 @@ class Session:
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, weights: ModelWeights, feed: NgramFeed,
-        options: SessionOptions, draft: DraftWeights | None, policy: Callable[[], DraftPolicy],
+        options: SessionOptions, draft: DraftWeights | None = None,
+        policy: Callable[[], DraftPolicy] = PLAIN,
     ) -> None:  # fmt: skip
         """A sequence without tokens. `draft`: the draft head, None: plain decode; `policy` makes what decides about
         drafts, one a prompt.
@@ -86,7 +91,7 @@ class Session:
             device, ws, config, options.numerics, weights, self.state, feed, options.prefill, options.chunk,
             self._drafter,
         )  # fmt: skip
-        self._rounds = Rounds(device, self._step, self._drafter)
+        self._rounds = Rounds(device, self._step, self._drafter, argmax=options.draft == "argmax")
         self._new_policy = policy
         self.policy = policy()
         self._one_by_one = options.index_keys == "released"

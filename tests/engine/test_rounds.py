@@ -115,11 +115,13 @@ def test_a_round_can_be_left_in_its_middle(
         session.restore(kept)
         session.rollback(len(session.tokens) - back)
         assert more(session, rest + back) == want[6 + taken - back :] and settled(session) == end
-    session.restore(kept), judge.restore(there)
+    session.restore(kept)
+    judge.restore(there)
     following = want[6 + taken : 6 + taken + 3]
     assert np.array_equal(session.step(following), judge.step(following))
     assert more(session, rest - 3) == want[6 + taken + 3 :] and settled(session) == end
-    session.restore(kept), judge.restore(there)
+    session.restore(kept)
+    judge.restore(there)
     for longer in (session, judge):
         longer.sync([*ids, *want[:-4]])
     assert more(session, 4) == more(judge, 4) and settled(session) == settled(judge)

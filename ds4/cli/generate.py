@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="answer a prompt (also: ds4 -m BASE -p TEXT)",
         description="Prefill a prompt and decode up to N tokens, printed as they come.",
     )
-    add_model_flags(p, prefill="replay")
+    add_model_flags(p, prefill="replay", drafts=True)
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("-p", "--prompt", metavar="TEXT", help="text; '-' reads standard input")
     what.add_argument("--ids", metavar="F", help="token ids: an .npy file, or a JSON list in a file")
@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest mass P; 1: all")
     p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the likeliest")
     p.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same tokens")
+    p.add_argument("--stats", action="store_true", help="say at the end, on stderr, what passes and drafts yielded")
     p.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
     p.set_defaults(run=run)
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sampling(args: argparse.Namespace) -> Sampling:
     seed = args.seed if args.seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-    return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed)
+    return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed, seeded=args.seed is not None)
 
 
 def _generate(
@@ -80,8 +81,9 @@ def _generate(
     text: list[str] = []
     reason = "length"
     room = engine.config.max_position_embeddings - len(prompt_ids)
-    for _ in range(min(args.max_tokens, room)):
-        token = session.next(sampling)
+    most = min(args.max_tokens, room)
+    while len(ids) < most:
+        token = session.next(sampling, left=most - len(ids))
         ids.append(token)
         if token in ends:
             reason = "stop"
@@ -96,6 +98,7 @@ def _generate(
         "decode_s": round(done - read, 4),
         "device": engine.device.info.name,
         **session.counts,
+        **session.report(),
     }
     if args.json:
         out = {"prompt_ids": prompt_ids, "ids": ids, "text": "".join(text), "finish_reason": reason, "stats": stats}
@@ -105,6 +108,9 @@ def _generate(
         if sys.stderr.isatty():
             rate = len(ids) / max(done - read, 1e-9)
             print(f"[{len(prompt_ids)} tokens read, {len(ids)} written, {rate:.1f} tokens/s]", file=sys.stderr)
+    if args.stats:
+        for name, value in session.report().items():
+            print(f"{name.replace('_', ' ')}: {json.dumps(value)}", file=sys.stderr)
     return 0
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
-def add_model_flags(p: argparse.ArgumentParser, *, prefill: str) -> None:
-    """-m and how the engine computes; `prefill` is the command's default."""
+def add_model_flags(p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False) -> None:
+    """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft."""
     p.add_argument("-m", "--model", required=True, metavar="BASE", help="the base file (.gguf)")
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
     p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
@@ -24,17 +24,32 @@ def add_model_flags(p: argparse.ArgumentParser, *, prefill: str) -> None:
     p.add_argument("--index-keys", choices=("owner", "released"), default="owner", help="index keys of decode")
     p.add_argument("--chunk", type=_at_least_1, default=512, metavar="N", help="positions a prefill pass (same bits)")
     p.add_argument("--no-graph", action="store_true", help="launch every kernel of a step directly (same bits)")
+    if drafts:
+        p.add_argument("--no-dspark", action="store_true", help="no drafts: a token a pass (docs/sampling.md)")
+        p.add_argument("--dspark-block", type=_at_least_1, metavar="N", help="at most N drafts a round")
+        p.add_argument(
+            "--draft", choices=("drawn", "argmax"), default="drawn", help="how drafts are picked, no seed given"
+        )
+        p.add_argument("--draft-k", type=_at_least_0, metavar="N", help="N drafts in every round, not what pays")
     p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help="refuse a model larger than this")
 
 
 def _at_least_1(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least_0(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     """A flag's value; argparse names the flag and exits with 2."""
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least {least}")
     return value
 
 
@@ -45,7 +60,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 
 def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
-    """The engine of these flags; `progress` gets (layers done, layers)."""
+    """The engine of these flags; `progress` gets (layers done, layers). It drafts where the command has the flags."""
     from ds4.engine import Engine
 
     return Engine.open(
@@ -57,6 +72,10 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         index_keys=args.index_keys,
         chunk=args.chunk,
         graphs=not args.no_graph,
+        dspark=not getattr(args, "no_dspark", True),
+        dspark_block=getattr(args, "dspark_block", None),
+        draft_k=getattr(args, "draft_k", None),
+        draft=getattr(args, "draft", "drawn"),
         mem_budget_mb=args.mem_budget_mb,
         progress=progress,
     )

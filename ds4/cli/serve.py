@@ -27,6 +27,7 @@ from ds4.settings import config_dirs, read_config
 KNOWN: dict[str, type | tuple[type, ...]] = {
     "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
+    "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str,
 }  # fmt: skip
 MOST_WAITING = 10_000
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
     p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
-    add_model_flags(p, prefill="replay")
+    add_model_flags(p, prefill="replay", drafts=True)
     return p
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device, Graph
 from ds4.device.kernels.linear import ROWS
@@ -26,6 +27,7 @@ from ds4.engine.ops.kv import window_commit, window_kv
 from ds4.engine.ops.linear import linear
 from ds4.engine.ops.norm import rms_norm
 from ds4.engine.ops.rope import rope_query
+from ds4.engine.ops.sample import sample
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SLACK, SequenceState
 from ds4.engine.weights import LayerWeights
@@ -38,11 +40,12 @@ class Drafter:
 
     Attributes:
         state: rings and main rows; its position is that of the token that a round starts from.
+        told: i32 [1 + 2 B], `tokens` and `confidence` in one piece, for one download.
         tokens: i32 [1 + B], the token that the last round started from, then its drafts.
         drafts: i32 [B], a view of them: draft i is for the position after `position + i`.
         logits: f32 [B, V], the distribution that each draft was picked from.
         confidence: f32 [B], raw: its sigmoid is the chance that a draft is accepted if those before it are.
-        captures: graphs captured so far.
+        captures: graphs captured so far.   cold: runs that were the first of their kind or captured a graph.
     """
 
     def __init__(
@@ -68,10 +71,14 @@ class Drafter:
         self.graphs = graphs
         self.state = DraftState(device, config, sequence.layout, numerics.act)
         self.B = B
-        self.tokens = device.zeros((1 + B,), "i32")
+        self.told = device.zeros((1 + 2 * B,), "i32")
+        self.tokens = self.told.view(0, (1 + B,))
         self.drafts = self.tokens.view(4, (B,))
         self.logits = device.empty((B, config.vocab_size), "f32")
-        self.confidence = device.empty((B,), "f32")
+        self.confidence = self.told.view(4 * (1 + B), (B,), "f32")
+        self._params = device.zeros((1, 8), "i32")
+        self._picked = device.zeros((1, 4), "i32")
+        self._draws = False
         self._ids = device.upload(np.full(B, config.dspark_noise_token_id, np.int32))
         self._pos = device.zeros((B,), "i32")
         self._ends = device.zeros((B + 1,), "i32")
@@ -83,7 +90,7 @@ class Drafter:
         self._pass = Pass(device, ws, self.config, numerics, "step", sequence, B, x, pre, self._pos, (), {})
         self._graphs: dict[str, Graph | None] = {}  # None: run once, directly
         self._generation = ws.generation
-        self.captures = 0
+        self.captures = self.cold = 0
 
     # -- keys of committed positions (dspark 4, 5, 6.1)
 
@@ -138,6 +145,14 @@ class Drafter:
 
     # -- a round (dspark 6)
 
+    def pick_by(self, params: NDArray[np.int32] | None) -> None:
+        """How the drafts of later rounds are picked: the likeliest one, or drawn by `params` i32 [1, 8] (ops.sample)
+        at the positions before theirs.
+        """
+        self._draws = params is not None
+        if params is not None:
+            self._params.write(params)
+
     def draft(self, token: Buffer) -> None:
         """One round after `token` i32 [1], the main model's choice for the first position it has not seen: the
         state's. Fills `tokens`, `logits` and `confidence`; pending main rows are not looked at.
@@ -151,7 +166,7 @@ class Drafter:
         self._pos.write(np.arange(at, at + B, dtype=np.int32))
         self._ends.write(np.array([at] + [at + B - 1] * B, np.int32))
         self.device.copy(self.tokens, token, 4)
-        self._run("round", self._round)
+        self._run("drawn round" if self._draws else "round", self._round)
 
     def _round(self) -> None:
         p, dev, model = self._pass, self.device, self.weights.model
@@ -201,7 +216,11 @@ class Drafter:
             linear(dev, self.ws, "step", w.markov_head, bias, e.reshape(1, rank), 1)
             row = self.logits.view(4 * i * V, (1, V))
             draft_bias(dev, row, bias)
-            draft_argmax(dev, self.tokens.view(4 * (i + 1), (1,)), row)  # the one place where a draft is picked
+            token = self.tokens.view(4 * (i + 1), (1,))
+            if self._draws:
+                sample(dev, self._picked, row, self._params, self._pos.view(4 * i, (1,)), 1, tokens=token)
+            else:
+                draft_argmax(dev, token, row)
 
     # -- graphs
 
@@ -220,9 +239,11 @@ class Drafter:
                 launches()
             self._graphs[kind] = graph
             self.captures += 1
+            self.cold += 1
         if graph is not None:
             graph.replay()
             return
+        self.cold += kind not in self._graphs
         launches()
         if self.ws.generation == self._generation:
             self._graphs[kind] = None

@@ -64,6 +64,11 @@ class DraftState:
         self.main = dev.empty((ROWS, len(c.dspark_target_layer_ids) * c.hidden_size), self.act)
         self.first_slot = dev.zeros((1,), "i32")
 
+    @property
+    def reach(self) -> int:
+        """Where keys and rows that may still be committed end: a round can only start from this position."""
+        return self.start + self.pending if self.pending else self.position
+
     def expect(self, start: int, count: int) -> Buffer:
         """Where a decode pass of `count` rows at the positions from `start` on leaves its main-hidden rows
         (Pass.main_hidden); rows of the pass before it that were not committed are forgotten.

@@ -7,15 +7,18 @@ and keeps the n-gram tables on disk behind the row store.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds4.base.reader import Base
 from ds4.device import Device
+from ds4.engine.draft_weights import DraftWeights, draft_bytes, place_draft
 from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
+from ds4.engine.scheduler import DraftPolicy, FixedDrafts, Scheduler
 from ds4.engine.scratch import Workspace
-from ds4.engine.session import Session, SessionOptions
+from ds4.engine.session import PLAIN, Session, SessionOptions
+from ds4.engine.step import MAX_ROWS
 from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
 from ds4.engram.store import RowStore
 from ds4.engram.tables import EngramTables
@@ -28,12 +31,15 @@ CHOICES = {
     "kv": ("fp4", "f32"),
     "prefill": ("full", "replay"),
     "index_keys": ("owner", "released"),
+    "draft": ("drawn", "argmax"),
 }
 
 
 @dataclass
 class Engine:
-    """One model on one device."""
+    """One model on one device. `draft` is the draft head, where sessions draft; its block may be smaller than the
+    model's.
+    """
 
     base: Base
     device: Device
@@ -42,6 +48,9 @@ class Engine:
     feed: NgramFeed
     options: SessionOptions
     workspace: Workspace
+    draft: DraftWeights | None = None
+    block: int = 0
+    draft_k: int | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -63,6 +72,10 @@ class Engine:
         index_keys: str = "owner",
         chunk: int = 512,
         graphs: bool = True,
+        dspark: bool = False,
+        dspark_block: int | None = None,
+        draft_k: int | None = None,
+        draft: str = "drawn",
         device: Device | None = None,
         mem_budget_mb: int | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -76,6 +89,10 @@ class Engine:
             prefill: "full", or "replay" (bounded; prefill.py).
             index_keys: "owner", or "released" (the vendor's decode quirk, model-text 6).
             chunk: positions a prefill pass.
+            dspark: draft with the model's draft head, if it has one (draft.py); the tokens stay what they are.
+            dspark_block: drafts a round at most; None: as many as the model's block has.
+            draft_k: drafts to verify in every round; None: a scheduler decides (scheduler.py).
+            draft: without a seed, drafts are "drawn" from the draft head, or its likeliest tokens, "argmax".
             mem_budget_mb: refuse weights, and later a sequence's state, that together take more than this.
 
         Raises:
@@ -84,15 +101,20 @@ class Engine:
             CapacityError: weights over the budget or over the memory that is there.
             DeviceError: no driver, no compiler.
         """
-        given = {"activations": activations, "kv": kv, "prefill": prefill, "index_keys": index_keys}
+        given = {
+            "activations": activations, "kv": kv, "prefill": prefill, "index_keys": index_keys, "draft": draft
+        }  # fmt: skip
         for key, value in given.items():
             if value not in CHOICES[key]:
                 raise UsageError(f"{key} is {value!r}; choose one of {', '.join(CHOICES[key])}")
         if chunk < 1:
             raise UsageError(f"chunk is {chunk}; it must be at least 1")
+        if draft_k is not None and draft_k < 0:
+            raise UsageError(f"draft_k is {draft_k}; it must be at least 0")
         base = Base.open(path, engram_dir)
         opened = device or Device.open()
-        left = _check_memory(base, mem_budget_mb, opened)
+        block = _block(base.config, dspark, dspark_block, draft_k)
+        left = _check_memory(base, mem_budget_mb, opened, draft_bytes(base) if block else 0)
         tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
@@ -101,12 +123,26 @@ class Engine:
         feed = NgramFeed(base.config, _tables(base), stores)
         dev = opened.with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
-        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left)
-        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev))
+        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
+        head = place_draft(base, dev, weights) if block else None
+        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k)
 
-    def session(self) -> Session:
-        """A new, empty sequence."""
-        return Session(self.device, self.workspace, self.config, self.weights, self.feed, self.options)
+    def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
+        """A new, empty sequence.
+
+        Args:
+            policy: makes what decides about drafts, one a prompt; None: as the engine was opened.
+        """
+        config = replace(self.config, dspark_block_size=self.block) if self.draft is not None else self.config
+        return Session(
+            self.device, self.workspace, config, self.weights, self.feed, self.options, self.draft,
+            policy or self._policy,
+        )  # fmt: skip
+
+    def _policy(self) -> DraftPolicy:
+        if self.draft is None:
+            return PLAIN()
+        return Scheduler() if self.draft_k is None else FixedDrafts(self.draft_k)
 
     def close(self) -> None:
         """Close the n-gram shards; device memory goes with the object."""
@@ -118,11 +154,26 @@ def _tables(base: Base) -> EngramTables:
     return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
-def _check_memory(base: Base, budget_mb: int | None, device: Device) -> int | None:
+def _block(config: ModelConfig, dspark: bool, block: int | None, draft_k: int | None) -> int:
+    """Drafts a round, 0 for plain decode.
+
+    Raises:
+        UsageError: a block or a number of drafts that the draft head does not make.
+    """
+    most = min(config.dspark_block_size, MAX_ROWS - 1) if config.num_nextn_predict_layers else 0
+    if block is not None and not 1 <= block <= most:
+        raise UsageError(f"dspark_block is {block}; this model drafts 1 to {most} tokens a round")
+    drafts = most if block is None else block
+    if draft_k is not None and draft_k > drafts:
+        raise UsageError(f"draft_k is {draft_k}; a round has {drafts} drafts")
+    return drafts if dspark and draft_k != 0 else 0
+
+
+def _check_memory(base: Base, budget_mb: int | None, device: Device, extra: int) -> int | None:
     """Weights must fit before the first upload (other engines die minutes later); what the budget leaves for a
     sequence's state is returned, None without a budget.
     """
-    need = placed_bytes(base)
+    need = placed_bytes(base) + extra
     if budget_mb is not None and need > budget_mb << 20:
         raise CapacityError(f"{base.path}: the weights take {need >> 20} MB, the budget is {budget_mb} MB")
     available = _available_bytes() if device.info.unified else device.free_bytes()

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
+from ds4.engine.draft import Drafter
 from ds4.engine.layer import Numerics, Pass, apply_engram, attend, attention_input, begin, feed_forward, head, publish
 from ds4.engine.layer import run_layer as run_whole_layer
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
-from ds4.engine.state import SequenceState
+from ds4.engine.state import SLACK, SequenceState
 from ds4.engine.step import Tap
 from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
@@ -47,7 +48,7 @@ class Extent:
 
 @dataclass
 class Prefill:
-    """Runs syncs of one sequence."""
+    """Runs syncs of one sequence. Where there is a draft head, the rows that it can reach become its keys."""
 
     device: Device
     ws: Workspace
@@ -58,6 +59,7 @@ class Prefill:
     feed: NgramFeed
     mode: str
     chunk: int
+    drafter: Drafter | None = None
 
     def extent(self, end: int) -> Extent:
         """What a sync up to `end` will run."""
@@ -107,7 +109,9 @@ class Prefill:
                 p.engram_rows[g].write(ticket.wait().reshape(-1))
             begin(p, self.weights, self._ids(tokens, at, count), self._one_hot(count))
             if below is None:
+                self._ask_main_hidden(p, at, ext)
                 self._layers(p, 0, at, tap)
+                self._seed(p, at, ext)
                 self._logits(p, at, ext, logits, last, out)
             else:
                 self._encoder_half(p, at, ext, below, tap)
@@ -130,6 +134,16 @@ class Prefill:
         x = ws.get("prefill_x", (count, c.hc_mult, c.hidden_size), "f32")
         pre = ws.get("prefill_pre", (count, c.hc_mult), "f32")
         return Pass(self.device, ws, c, self.numerics, "prefill", self.state, count, x, pre, pos, rows, {})
+
+    def _ask_main_hidden(self, p: Pass, at: int, ext: Extent) -> None:
+        """Room for what the draft head reads of these rows, if it can ever reach them."""
+        c = self.config
+        if self.drafter is not None and at + p.R > ext.end - c.sliding_window - SLACK:
+            p.main_hidden = p.temp("draft_main_hidden", p.R, len(c.dspark_target_layer_ids) * c.hidden_size)
+
+    def _seed(self, p: Pass, at: int, ext: Extent) -> None:
+        if self.drafter is not None and p.main_hidden is not None:
+            self.drafter.seed(p.main_hidden, at, ext.end)
 
     def _ids(self, tokens: Sequence[int], at: int, count: int) -> Buffer:
         ids = self.ws.get("prefill_ids", (count,), "i32")
@@ -196,9 +210,11 @@ class Prefill:
         for g, ticket in tickets.items():
             p.engram_rows[g].write(ticket.wait().reshape(-1))
         lw = self.weights.layers[split]
+        self._ask_main_hidden(p, ext.replay_from, ext)
         attend(p, lw, attention_input(p, lw))
         feed_forward(p, lw)
         self._layers(p, split + 1, ext.replay_from, tap)
+        self._seed(p, ext.replay_from, ext)
         self._logits(p, ext.replay_from, ext, logits, last, out)
         self.device.sync()
 

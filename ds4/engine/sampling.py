@@ -17,6 +17,8 @@ class Sampling:
     temperature 0: the largest logit, lowest id on ties. Otherwise softmax(logits / temperature) is cut to the `top_k`
     likeliest (0: all), then to the shortest prefix with mass `top_p` (1: all), then to tokens of at least `min_p` of
     the likeliest one's probability (0: all), and one is drawn. A seed, with the position, decides every draw.
+    `seeded`: somebody gave the seed, so drafts must not change a token; else it is any number, and they may decide
+    which of the equally right answers comes out (docs/sampling.md).
 
     Raises:
         RequestError: a value outside its range, named.
@@ -27,6 +29,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    seeded: bool = True
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)

@@ -31,6 +31,7 @@ ONE_ROW_EVERY = 128  # rounds of several rows: then plain decode is timed again,
 LOSS_LIMIT = 8.0  # plain tokens behind its own best moment at which drafting stops
 LOSS_SHARE = 0.02  # of a pause that the loss before it may be: what failed attempts cost in the long run
 MOST_DOUBLINGS = 4  # of the pause, by attempts that fail in a row
+ROWS_AHEAD = 32  # last rounds of a pause whose rows the draft head gets: drafts need some context, a pause is long
 
 
 def most_drafts(block: int, tokens_left: int, context_left: int) -> int:
@@ -57,6 +58,11 @@ def most_drafts(block: int, tokens_left: int, context_left: int) -> int:
 
 class DraftPolicy(Protocol):
     """What the session asks, round by round. One object serves one request."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether the draft head should get the rows of the next pass: a round may soon draw drafts."""
+        ...
 
     def begin(self, most: int) -> int:
         """Start a round in which at most `most` drafts fit (`most_drafts`).
@@ -104,6 +110,10 @@ class FixedDrafts:
         if n < 0:
             raise Ds4Error(f"{n} drafts a round: expected 0 or more")
         self._n = n
+
+    @property
+    def follows(self) -> bool:
+        return self._n > 0
 
     def begin(self, most: int) -> int:
         return min(self._n, most)
@@ -165,6 +175,11 @@ class Scheduler:
     def quenched(self) -> bool:
         """Whether drafting is paused because it lost to plain decode."""
         return self._pause > 0
+
+    @property
+    def follows(self) -> bool:
+        """DraftPolicy.follows."""
+        return self._pause <= ROWS_AHEAD
 
     def begin(self, most: int) -> int:
         """DraftPolicy.begin."""

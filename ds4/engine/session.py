@@ -2,39 +2,52 @@
 
 `sync(tokens)` keeps the common prefix and runs the rest; `next(sampling)` draws the token after the timeline and
 appends it; `step(tokens)` feeds known tokens through the decode kernels. A drawn token is run when its successor is
-asked for, so the timeline may be one token ahead of the state.
+asked for, so the timeline may be one token ahead of the state. With drafts one round yields several tokens: those
+that were not asked for yet wait, and the state is ahead of the timeline, until anything but `next` takes them back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
+from ds4.engine.draft import Drafter
+from ds4.engine.draft_state import DraftSnapshot
+from ds4.engine.draft_weights import DraftWeights
 from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.ops.kv import kv_layout
-from ds4.engine.ops.sample import pack_params, sample
 from ds4.engine.prefill import Cancelled, Prefill
+from ds4.engine.rounds import Drawn, RoundCounts, Rounds
 from ds4.engine.sampling import Sampling
+from ds4.engine.scheduler import DraftPolicy, FixedDrafts
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SequenceState, Snapshot
 from ds4.engine.step import MAX_ROWS, StepRunner, Tap
 from ds4.engine.weights import ModelWeights
-from ds4.errors import DeviceError, Ds4Error, RequestError
+from ds4.errors import Ds4Error, RequestError
 from ds4.model.config import ModelConfig
+
+PLAIN: Callable[[], DraftPolicy] = partial(FixedDrafts, 0)  # decode a token a pass
 
 
 @dataclass(frozen=True)
 class SessionSnapshot:
-    """A timeline and its state on the host; `logits` f32 [V] of its last position, if they were known."""
+    """A timeline and its state on the host; `logits` f32 [V] of its last position, if they were known; tokens drawn
+    by `sampling` that wait to be asked for; the draft head's state, where there is one.
+    """
 
     tokens: tuple[int, ...]
     state: Snapshot
     logits: NDArray[np.float32] | None
+    waiting: tuple[Drawn, ...]
+    sampling: Sampling | None
+    draft: DraftSnapshot | None
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class SessionOptions:
     chunk: int
     graphs: bool
     state_budget_bytes: int | None = None
+    draft: str = "drawn"
 
 
 class Session:
@@ -54,8 +68,12 @@ class Session:
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, weights: ModelWeights, feed: NgramFeed,
-        options: SessionOptions,
+        options: SessionOptions, draft: DraftWeights | None = None,
+        policy: Callable[[], DraftPolicy] = PLAIN,
     ) -> None:  # fmt: skip
+        """A sequence without tokens. `draft`: the draft head, None: plain decode; `policy` makes what decides about
+        drafts, one a prompt.
+        """
         self.device, self.config = device, config
         self.state = SequenceState(
             device, config, kv_layout(config, options.numerics.kv), budget_bytes=options.state_budget_bytes
@@ -64,27 +82,45 @@ class Session:
             device, ws, config, options.numerics, weights, self.state, feed,
             index_keys=options.index_keys, graphs=options.graphs,
         )  # fmt: skip
+        self._drafter: Drafter | None = None
+        if draft is not None:
+            self._drafter = Drafter(
+                device, ws, config, options.numerics, draft, self.state, graphs=options.graphs
+            )  # fmt: skip
         self._prefill = Prefill(
-            device, ws, config, options.numerics, weights, self.state, feed, options.prefill, options.chunk
-        )
+            device, ws, config, options.numerics, weights, self.state, feed, options.prefill, options.chunk,
+            self._drafter,
+        )  # fmt: skip
+        self._rounds = Rounds(device, self._step, self._drafter, argmax=options.draft == "argmax")
+        self._new_policy = policy
+        self.policy = policy()
         self._one_by_one = options.index_keys == "released"
         self._last = device.empty((1, config.vocab_size), "f32")
         self._logits: Buffer | None = None  # of the state's last position
-        self._sampled = device.zeros((1, 4), "i32")
-        self._params = device.zeros((1, 8), "i32")
-        self._sample_pos = device.zeros((1,), "i32")
+        self._waiting: list[Drawn] = []  # drawn by `_sampling`, not asked for yet
+        self._sampling: Sampling | None = None
         self.tokens: list[int] = []
         self.last_logprob = 0.0
 
     @property
     def position(self) -> int:
-        """Tokens that the state holds; `tokens` may be one longer."""
+        """Tokens that the state holds; `tokens` may be one longer, or shorter while drawn tokens wait."""
         return self.state.position
 
     @property
     def counts(self) -> dict[str, int]:
         """Captures, replays and direct steps so far, and launches of a captured step."""
         return dict(vars(self._step.counts))
+
+    @property
+    def rounds(self) -> RoundCounts:
+        """What the rounds of `next` did so far."""
+        return self._rounds.counts
+
+    def report(self) -> dict[str, object]:
+        """The same for people (RoundCounts.report), and graphs captured for it."""
+        captures = self._step.counts.captures + (self._drafter.captures if self._drafter is not None else 0)
+        return {**self._rounds.counts.report(), "captures": captures}
 
     def _check(self, tokens: Sequence[int], most: int) -> None:
         if len(tokens) == 0:
@@ -126,6 +162,7 @@ class Session:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings)
+        self._drop_waiting()
         keep = 0
         for held, wanted in zip(self.tokens[: self.position], tokens):
             if held != wanted:
@@ -138,8 +175,7 @@ class Session:
         if self.state.can_roll_back(keep):
             self._go_back(keep)
         else:
-            self.state.clear()
-            self._logits = None
+            self._clear()
         if chunk is not None:
             if chunk < 1:
                 raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
@@ -150,15 +186,17 @@ class Session:
         moved = self.state.reserve(len(tokens))
         if moved:
             self._step.forget_graphs()
+        self.policy = self._new_policy()
+        self._rounds.commit()
         try:
             out = self._prefill.run(tokens, logits, self._last, on_progress, cancelled, tap)
         except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead
             if bounded:
-                self.state.clear()
+                self._clear()
             self.tokens = tokens[: self.position]
             raise
         except BaseException:  # inside a chunk: some layers hold it and some do not
-            self.state.clear()
+            self._clear()
             self.tokens = []
             raise
         self._published_by_prefill(start, len(tokens))
@@ -184,6 +222,7 @@ class Session:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings - len(self.tokens))
+        self._drop_waiting()
         pending = len(self.tokens) - self.position
         self.tokens = self.tokens + tokens
         rows: list[NDArray[np.float32]] = []
@@ -198,7 +237,7 @@ class Session:
 
     def _run_step(self, count: int, tap: Tap | None = None) -> Buffer:
         self._logits = None
-        out = self._step.run(self.tokens[: self.position + count], count, tap)
+        out = self._rounds.pass_over(self.tokens[: self.position + count], count, tap, follow=self.policy.follows)
         V = self.config.vocab_size
         self._logits = out.view(4 * V * (count - 1), (1, V), "f32")
         return out
@@ -216,11 +255,15 @@ class Session:
 
     def logits(self) -> NDArray[np.float32]:
         """f32 [V] after the whole timeline."""
+        self._drop_waiting()
         out: NDArray[np.float32] = self.device.download(self._current())[0]
         return out
 
-    def next(self, sampling: Sampling) -> int:
+    def next(self, sampling: Sampling, *, left: int | None = None) -> int:
         """Draw the token after the timeline, append it, return it. `last_logprob` is its untempered log-probability.
+
+        Args:
+            left: tokens that will be asked for at most, this one too: no more are drawn ahead.
 
         Raises:
             RequestError: the context is full (code context_length_exceeded).
@@ -228,29 +271,56 @@ class Session:
         """
         if len(self.tokens) >= self.config.max_position_embeddings:
             raise RequestError("the context is full", "messages", "context_length_exceeded")
-        logits = self._current()
-        self._params.write(
-            pack_params(1, sampling.device_temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed)
-        )
-        self._sample_pos.write(np.array([self.position - 1], np.int32))
-        sample(self.device, self._sampled, logits, self._params, self._sample_pos, 1)
-        token, logprob, _kept, _ = self.device.download(self._sampled)[0]
-        if token < 0:
-            raise DeviceError(f"the logits after {self.position} tokens hold NaN or no finite value")
-        self.last_logprob = float(np.int32(logprob).view(np.float32))
-        self.tokens.append(int(token))
-        return int(token)
+        if sampling != self._sampling:
+            self._drop_waiting()
+            self._sampling = sampling
+        if not self._waiting:
+            self._waiting = self._draw(sampling, left)
+        drawn = self._waiting.pop(0)
+        self.last_logprob = drawn.logprob
+        self.tokens.append(drawn.token)
+        return drawn.token
+
+    def _draw(self, sampling: Sampling, left: int | None) -> list[Drawn]:
+        """At least one token after the timeline."""
+        if self.position != len(self.tokens) - 1 or self.position < 1:
+            return [self._rounds.after(self._current(), self.position - 1, sampling)]
+        self._logits = None
+        room = self.config.max_position_embeddings - len(self.tokens)
+        drawn = self._rounds.run(self.tokens, sampling, self.policy, room if left is None else max(1, left))
+        self._logits = self._rounds.last
+        return drawn
+
+    def _drop_waiting(self) -> None:
+        """Take back what was drawn and not asked for: the state of plain decode, one token behind the timeline."""
+        if self._waiting:
+            self._waiting = []
+            self._go_back(len(self.tokens) - 1)
+
+    def _clear(self) -> None:
+        self.state.clear()
+        self._logits = None
+        if self._drafter is not None:
+            self._drafter.state.clear()
 
     def snapshot(self) -> SessionSnapshot:
         """The timeline, copied to the host."""
         logits = None if self._logits is None else self.device.download(self._logits)[0]
-        return SessionSnapshot(tuple(self.tokens), self.state.snapshot(), logits)
+        draft = None if self._drafter is None else self._drafter.state.snapshot()
+        return SessionSnapshot(
+            tuple(self.tokens), self.state.snapshot(), logits, tuple(self._waiting), self._sampling, draft
+        )
 
     def restore(self, snapshot: SessionSnapshot) -> None:
         """Continue from `snapshot` as if nothing had happened since."""
         if self.state.restore(snapshot.state):
             self._step.forget_graphs()
+        if self._drafter is not None:
+            self._drafter.state.clear()
+            if snapshot.draft is not None:
+                self._drafter.state.restore(snapshot.draft)
         self.tokens = list(snapshot.tokens)
+        self._waiting, self._sampling = list(snapshot.waiting), snapshot.sampling
         self._logits = None
         if snapshot.logits is not None:
             self._last.write(snapshot.logits.reshape(1, -1))
@@ -260,18 +330,15 @@ class Session:
         """Forget the tokens from `position` on; exact, or refused (state.py)."""
         if position > len(self.tokens) or position < 1:
             raise Ds4Error(f"cannot roll back to {position}: the timeline holds {len(self.tokens)} tokens")
+        self._drop_waiting()
         if position < self.position:
             self._go_back(position)
         self.tokens = self.tokens[:position]
 
     def _go_back(self, position: int) -> None:
-        """Roll the state back; the published index keys are again those of the last publisher before `position`."""
-        self.state.rollback(position)
+        self._rounds.go_back(position)
         self._logits = None
-        self.state.published = None
-        for p in range(max(0, position - max(self.config.compress_ratios)), position):
-            self.state.published = self._step.last_publisher(p, self.state.published)
 
     def nbytes(self) -> int:
         """Device bytes of this sequence's state."""
-        return self.state.nbytes()
+        return self.state.nbytes() + (self._drafter.state.nbytes() if self._drafter is not None else 0)

@@ -1,10 +1,10 @@
 """Decode: 1 to 8 consecutive rows through all layers, as captured graphs.
 
-One set of graphs a (rows, capacity, published keys): one graph from the embedding to the first engram layer and one
-from each engram layer to the next, so that the rows of a later engram layer may still be on their way while the
-layers before it run. Position, ids and n-gram rows live in device slots that are written before a replay, so a replay
-never re-captures. The first step of a kind runs its launches directly, which grows the scratch; the second is
-captured.
+One set of graphs a (rows, capacity, published keys, rows for the draft head or not): one graph from the embedding to
+the first engram layer and one from each engram layer to the next, so that the rows of a later engram layer may still
+be on their way while the layers before it run. Position, ids and n-gram rows live in device slots that are written
+before a replay, so a replay never re-captures. The first step of a kind runs its launches directly, which grows the
+scratch; the second is captured.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ Tap = Callable[[int, int, Buffer], None]
 
 @dataclass
 class StepCounts:
-    """What the runner did: launches recorded a step, captures, replays, steps run directly."""
+    """What the runner did: launches recorded a step, captures, replays, steps run directly. `cold` counts the passes
+    that were the first of their kind or captured something: their time says nothing about the next one's.
+    """
 
     captures: int = 0
     replays: int = 0
     direct: int = 0
     launches: int = 0
+    cold: int = 0
 
 
 class StepRunner:
@@ -55,6 +58,7 @@ class StepRunner:
         self.x = device.empty((MAX_ROWS, S, D), "f32")
         self.pre = device.empty((MAX_ROWS, S), "f32")
         self.logits = device.empty((MAX_ROWS, config.vocab_size), "f32")
+        self._gathered = device.empty((MAX_ROWS if index_keys == "released" else 0, config.vocab_size), "f32")
         self.one_hot = device.upload(np.tile(np.eye(1, S, dtype=np.float32), (MAX_ROWS, 1)))
         self.engram_rows = tuple(device.zeros(feed.shape(MAX_ROWS), "u8") for _ in config.engram_layer_ids)
         self._warm: set[tuple[object, ...]] = set()
@@ -66,16 +70,22 @@ class StepRunner:
         self._graphs.clear()
         self._warm.clear()
 
-    def run(self, tokens: Sequence[int], count: int, tap: Tap | None = None) -> Buffer:
+    def run(
+        self, tokens: Sequence[int], count: int, tap: Tap | None = None, *, main_hidden: Buffer | None = None
+    ) -> Buffer:
         """Run the `count` tokens that follow the state's position; `tokens` is the whole timeline up to and with
         them.
+
+        Args:
+            main_hidden: A [count, targets * D], filled with what the draft head reads of these rows. Always a view of
+                the same buffer: captured launches hold its address.
 
         Returns:
             Logits f32 [count, V]: a view that the next call overwrites.
         """
-        state = self.state
         if self.index_keys == "released" and count > 1:
-            raise ValueError("the released index-key slot is defined row by row")
+            return self._one_by_one(tokens, count, tap, main_hidden)
+        state = self.state
         start = state.position
         if state.reserve(start + count):
             self.forget_graphs()
@@ -86,12 +96,49 @@ class StepRunner:
         if self.ws.generation != self._generation:
             self.forget_graphs()
             self._generation = self.ws.generation
-        key = (count, state.capacity, tuple(sorted(published.items())))
-        self._advance(key, self._pass(count, published), tickets, tap)
+        key = (count, state.capacity, tuple(sorted(published.items())), main_hidden is not None)
+        p = self._pass(count, published)
+        if main_hidden is not None:
+            p.main_hidden = main_hidden
+        self._advance(key, p, tickets, tap)
         state.position = start + count
         if self.index_keys == "released":
             state.published = self.last_publisher(start, state.published)
         return self.logits.view(0, (count, self.config.vocab_size), "f32")
+
+    def _one_by_one(self, tokens: Sequence[int], count: int, tap: Tap | None, main_hidden: Buffer | None) -> Buffer:
+        """Released index keys: a source may score keys that a later layer made of the row before, so every row is a
+        pass. Each leaves its row where a pass of one row does; it is moved to its place from there.
+        """
+        start, V, ends = self.state.position, self.config.vocab_size, range(1, count + 1)
+        logits = self._gathered.view(0, (count, V), "f32")
+        if main_hidden is None:
+            for end in ends:
+                out = self.run(tokens[: start + end], 1, tap)
+                self.device.copy(logits, out, 4 * V, dst_offset=4 * V * (end - 1))
+        else:
+            width = main_hidden.shape[1]
+            rows = self.ws.get("rows_main_hidden", (count, width), main_hidden.dtype)
+            one = main_hidden.view(0, (1, width), main_hidden.dtype)
+            for end in ends:
+                out = self.run(tokens[: start + end], 1, tap, main_hidden=one)
+                self.device.copy(logits, out, 4 * V, dst_offset=4 * V * (end - 1))
+                self.device.copy(rows, one, one.nbytes, dst_offset=one.nbytes * (end - 1))
+            self.device.copy(main_hidden, rows, rows.nbytes)
+        self.pos.write(np.arange(start, start + count, dtype=np.int32))  # as after a pass over all of them
+        return logits
+
+    def go_back(self, position: int) -> None:
+        """Take the newest tokens back; the published index keys are again those of the last publisher before
+        `position`.
+
+        Raises:
+            Ds4Error: too far (SequenceState.rollback).
+        """
+        self.state.rollback(position)
+        self.state.published = None
+        for p in range(max(0, position - max(self.config.compress_ratios)), position):
+            self.state.published = self.last_publisher(p, self.state.published)
 
     def _pass(self, count: int, published: dict[int, int]) -> Pass:
         c = self.config
@@ -109,6 +156,7 @@ class StepRunner:
         capture = graphs is None and tap is None and self.graphs and key in self._warm
         if capture:
             graphs = []
+        self.counts.cold += capture or (graphs is None and key not in self._warm)
         for i in range(len(bounds) - 1):
             if i > 0:
                 self.engram_rows[i - 1].write(tickets[i - 1].wait().reshape(-1))

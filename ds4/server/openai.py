@@ -205,6 +205,7 @@ def _sampling(fields: Fields) -> Sampling:
         top_p=number("top_p", 1.0),
         min_p=number("min_p", 0.0),
         seed=secrets.randbits(63) if seed is None else seed,
+        seeded=seed is not None,
     )
 
 
@@ -267,7 +268,9 @@ class Answer:
         return chunks
 
     def usage(self, end: Finished) -> dict[str, object]:
-        """Tokens of the prompt as it was run, and of the answer without its end-of-sentence token."""
+        """Tokens of the prompt as it was run, and of the answer without its end-of-sentence token. `decode` is this
+        server's own: what passes and drafts yielded.
+        """
         n = len(self.generation.prompt_ids)
         return {
             "prompt_tokens": n,
@@ -275,6 +278,7 @@ class Answer:
             "total_tokens": n + end.tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "decode": dict(end.decode),
         }
 
     @property

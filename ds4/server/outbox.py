@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds4.errors import Ds4Error
@@ -21,11 +22,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete; `reason` is "stop" or "length"."""
+    """The answer is complete; `reason` is "stop" or "length", `decode` what the session reports of its rounds."""
 
     reason: str
     tokens: int
     reasoning_tokens: int
+    decode: Mapping[str, object]
 
 
 @dataclass(frozen=True)

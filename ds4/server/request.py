@@ -5,7 +5,7 @@ Every API is read into one `Generation`; the worker and the text stream know not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,8 @@ class ServedSession(Protocol):
     """One timeline; see ds4.engine.Session."""
 
     def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> object: ...
-    def next(self, sampling: Sampling) -> int: ...
+    def next(self, sampling: Sampling, *, left: int | None = None) -> int: ...
+    def report(self) -> Mapping[str, object]: ...
 
 
 class ServedEngine(Protocol):

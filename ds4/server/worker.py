@@ -42,7 +42,7 @@ def warm_up(engine: ServedEngine) -> None:
     most = engine.config.max_position_embeddings - WARM_DRAWS
     session.sync([engine.config.bos_token_id] * max(1, min(WARM_TOKENS, most)), cancelled=lambda: False)
     for _ in range(WARM_DRAWS):
-        session.next(Sampling(temperature=1.0, top_p=0.9))
+        session.next(Sampling(temperature=1.0, top_p=0.9, seeded=False))  # this way all kernels of drafts run
 
 
 class _Stopped(Exception):
@@ -229,7 +229,7 @@ class Worker:
         while text.tokens < g.max_tokens:
             if cancelled():
                 raise Cancelled
-            token = session.next(g.sampling)
+            token = session.next(g.sampling, left=g.max_tokens - text.tokens)
             if token == engine.config.eos_token_id or token in g.ends:
                 reason = "stop"
                 break
@@ -239,4 +239,6 @@ class Worker:
                 break
         for delta in text.finish():
             put(delta)
-        return Finished("stop" if text.stopped else reason, text.tokens, text.reasoning_tokens)
+        return Finished(
+            "stop" if text.stopped else reason, text.tokens, text.reasoning_tokens, session.report()
+        )  # fmt: skip

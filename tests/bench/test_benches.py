@@ -47,6 +47,16 @@ def test_tokens_says_what_is_wrong(base: list[str]) -> None:
     assert ran.returncode == 1 and "do not fit a context" in ran.stderr
 
 
+def test_drafts(base: list[str]) -> None:
+    """oracle-a's draft head is right by chance only: what is the same is the tokens."""
+    code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "5", "--runs", "1")
+    assert code == 0 and out["different"] == 0, text
+    assert [a["policy"] for a in out["answers"]] == ["plain", "k 1", "k 2", "k 3", "k 4", "scheduler"] * 3
+    for a in out["answers"]:
+        assert a["bytes_over_plain"] == 1 if a["policy"] == "plain" else a["bytes_over_plain"] > 1
+    assert out["wall_speed"] > 0 and out["cpu_speed"] > 0
+
+
 def test_distance(base: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("to be, or not to be")

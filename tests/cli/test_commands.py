@@ -78,6 +78,23 @@ def test_generate_answers_as_promised(capsys: pytest.CaptureFixture[str], model:
     assert spoken.endswith("\n")
 
 
+def test_drafts_change_no_token_and_are_reported(
+    capsys: pytest.CaptureFixture[str], model: list[object], ids: Path
+) -> None:
+    argv = [*model, "--ids", ids, "-n", 5, "--temp", 0, "--json"]
+    plain = json.loads(ok(capsys, *argv, "--no-dspark"))
+    assert plain["stats"]["verified_drafts"] == {"0": 4} and plain["stats"]["tokens_per_round"] == 1
+    for flags, k in ((["--draft-k", 3], "3"), (["--dspark-block", 2, "--draft-k", 2], "2"), ([], "3")):
+        drafted = json.loads(ok(capsys, *argv, *flags))
+        assert drafted["ids"] == plain["ids"] and drafted["stats"]["verified_drafts"][k] >= 1
+    assert run([str(a) for a in (*argv, "--stats")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        "rounds", "tokens per round", "acceptance by position", "verified drafts", "captures"
+    ]  # fmt: skip
+    assert "this model drafts 1 to 4" in refused(capsys, 2, *argv, "--dspark-block", 5)
+
+
 def test_a_typed_control_token_stays_text(capsys: pytest.CaptureFixture[str], model: list[object]) -> None:
     out = json.loads(ok(capsys, *model, "-p", "<|noise|>", "-n", 0, "--json"))
     assert len(out["prompt_ids"]) > 2 and out["ids"] == []
@@ -150,7 +167,7 @@ def test_ids_and_prompts_that_the_model_cannot_take_are_2_and_unreadable_files_1
     assert "not UTF-8: byte 0xC3 at 2" in refused(capsys, 2, *model, "-p", "-")
 
 
-@pytest.mark.parametrize("flag", ["--mem-budget-mb", "--chunk"])
+@pytest.mark.parametrize("flag", ["--mem-budget-mb", "--chunk", "--dspark-block"])
 @pytest.mark.parametrize("value", ["0", "-1", "x"])
 def test_budgets_and_chunks_are_at_least_1(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -19,6 +19,7 @@ from ds4.engine import Engine, state
 from ds4.engine.score import score
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import BaseSource
+from tests.engine.drafted import GREEDY, same_as_plain
 from tests.toy import make
 
 N = 360
@@ -51,3 +52,13 @@ def test_hundreds_of_positions_equal_the_teacher(toy: Path, fast_device: Device)
     apart = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert np.median(apart) <= 5e-6
     assert apart.max() <= 1e-4
+
+
+def test_drafts_change_nothing_while_the_state_grows(
+    toy: Path, fast_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capacity doubles in a round: its graphs are captured anew."""
+    ids = [0, *np.random.default_rng(2).integers(3, 4000, 243).tolist()]
+    monkeypatch.setattr(state, "LEAST_CAPACITY", 128)
+    engine = Engine.open(toy, engram_dir=toy.parent / "ckpt", dspark=True, device=fast_device)
+    same_as_plain(engine, monkeypatch, ids, 26, GREEDY, ks=(2, engine.block))

@@ -16,6 +16,7 @@ from ds4.engine.scheduler import (
     LOSS_LIMIT,
     LOSS_SHARE,
     ONE_ROW_EVERY,
+    ROWS_AHEAD,
     FixedDrafts,
     Scheduler,
     most_drafts,
@@ -236,6 +237,19 @@ def test_it_comes_back_when_drafts_get_better() -> None:
     bench.text(1000, 0.9, seed=1)
     assert bench.tokens / len(bench.rounds) > 3
     assert sum(planned == 0 for planned, _ in bench.rounds) <= 1 + len(bench.rounds) // ONE_ROW_EVERY
+
+
+def test_the_draft_head_gets_rows_again_before_a_pause_ends() -> None:
+    bench, heard = Bench(BYTES), []
+    assert bench.scheduler.follows
+    while not bench.scheduler.quenched:
+        bench.round([SURE] * 5, [False] * 5)
+    while bench.scheduler.quenched:
+        heard.append(bench.scheduler.follows)
+        bench.round([SURE] * 5, [False] * 5)
+    assert heard[-ROWS_AHEAD:] == [True] * ROWS_AHEAD and not any(heard[:-ROWS_AHEAD]) and len(heard) > ROWS_AHEAD
+    assert bench.scheduler.follows
+    assert FixedDrafts(1).follows and not FixedDrafts(0).follows
 
 
 def test_a_new_stretch_fits_its_own_costs() -> None:

@@ -134,6 +134,7 @@ def test_bad_options_are_refused(bases: Callable[[str], Path], fast_device: Devi
         {"prefill": "half"},
         {"index_keys": "mine"},
         {"chunk": 0},
+        {"draft": "best"},
     ):
         with pytest.raises(UsageError, match=next(iter(options))):
             Engine.open(base, engram_dir=DATA / "oracle-a", device=fast_device, **options)

@@ -94,12 +94,15 @@ class StandInSession:
                 raise Cancelled
         self.engine.prompts.append(list(tokens))
 
-    def next(self, sampling: Sampling) -> int:
+    def next(self, sampling: Sampling, *, left: int | None = None) -> int:
         self.engine.before_token(self.drawn)
         self.engine.samplings.append(sampling)
         self.drawn += 1
         script = self.engine.script
         return script[(self.drawn - 1) % len(script)] if self.engine.endless else [*script, EOS][self.drawn - 1]
+
+    def report(self) -> dict[str, object]:
+        return {"rounds": self.drawn}
 
 
 @dataclass

@@ -40,6 +40,7 @@ def test_chat(server: Served) -> None:
     n = len(ids_of(TEXT))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), n)
     assert answer.usage.total_tokens == len(prompt) + n
+    assert answer.usage.decode == {"rounds": n + 1}  # what the session reports; the end of sentence was drawn too
     assert answer.model == "stand-in" and answer.object == "chat.completion"
 
 

@@ -3,47 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds4.errors import RequestError
 
 LEAST_TEMPERATURE = 1e-5  # below it the division would overflow; 0 itself means greedy
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    temperature 0: the largest logit, lowest id on ties. Otherwise softmax(logits / temperature) is cut to the `top_k`
-    likeliest (0: all), then to the shortest prefix with mass `top_p` (1: all), then to tokens of at least `min_p` of
-    the likeliest one's probability (0: all), and one is drawn. A seed, with the position, decides every draw.
-    `seeded`: somebody gave the seed, so drafts must not change a token; else it is any number, and they may decide
-    which of the equally right answers comes out (docs/sampling.md).
-
-    Raises:
-        RequestError: a value outside its range, named.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    seeded: bool = True
-
-    def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0; it must be above 0 and at most 1", "top_p")
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _integer("seed", self.seed, -(2**63), 2**64 - 1)
-
-    @property
-    def device_temperature(self) -> float:
-        """What the kernel divides by: 0 for greedy, else at least LEAST_TEMPERATURE."""
-        return max(self.temperature, LEAST_TEMPERATURE) if self.temperature > 0 else 0.0
+MOST_TOP = 20  # of how many tokens the log-probabilities can be told
 
 
 @dataclass(frozen=True)
@@ -85,6 +50,47 @@ class Penalties:
         for token, _ in self.logit_bias:
             if token >= vocab:
                 raise RequestError(f"logit_bias names token {token}; ids run from 0 to {vocab - 1}", "logit_bias")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature 0: the largest logit, lowest id on ties. Otherwise softmax(logits / temperature) is cut to the `top_k`
+    likeliest (0: all), then to the shortest prefix with mass `top_p` (1: all), then to tokens of at least `min_p` of
+    the likeliest one's probability (0: all), and one is drawn. A seed, with the position, decides every draw.
+    `seeded`: somebody gave the seed, so drafts must not change a token; else it is any number, and they may decide
+    which of the equally right answers comes out (docs/sampling.md).
+    `penalties` change the logits that all of this starts from. `top`: of how many of the likeliest tokens the model's
+    own log-probabilities are told with each token; it changes no token.
+
+    Raises:
+        RequestError: a value outside its range, named.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    seeded: bool = True
+    penalties: Penalties = field(default_factory=Penalties)
+    top: int = 0
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0; it must be above 0 and at most 1", "top_p")
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _integer("top_logprobs", self.top, 0, MOST_TOP)
+
+    @property
+    def device_temperature(self) -> float:
+        """What the kernel divides by: 0 for greedy, else at least LEAST_TEMPERATURE."""
+        return max(self.temperature, LEAST_TEMPERATURE) if self.temperature > 0 else 0.0
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:

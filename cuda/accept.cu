@@ -6,7 +6,7 @@
  *                   A row without a draft (r >= n_drafts, the bonus row): a draw from p, exactly as sample.cu draws.
  *                   A replacement is never d, so a draft stands exactly where token = d.
  *   accept_prefix   A = how many leading rows of `out` hold their draft; the round's new tokens are those of rows
- *                   0 .. A.
+ *                   0 .. A. The last of them and the positions after it go where the next pass looks for them.
  *
  * Layout      shares: i32 [R + n_drafts, 8], target rows, then draft rows = bits of 1/T, of the largest z, of min_p,
  *             the argmax, the cut's key, the last id at the cut, bits of 2^40 / mass, tokens kept (all -1: no
@@ -14,10 +14,11 @@
  *             bits of its log-probability under the untempered distribution of `raw` (null: of logits), tokens that p
  *             keeps, 0. logits, raw: f32 [R, V]. draft_logits: f32 [n_drafts, V]: the very numbers that the drafts
  *             were drawn from. drafts: i32 [n_drafts]. params: i32 [R, 8] as in sample.cu. pos: i32 [R]. round:
- *             i32 [4] = A, the token of row A (0 for -1), its position, 0.
+ *             i32 [4] = A, the token of row A (0 for -1), its position, 0. next_ids: i32 [1] = that token, or null;
+ *             next_pos: i32 [n_next] = its position and those that follow, or null; may be pos.
  * Launch      accept_shares: grid R + n_drafts (R where draft_logits is null); accept: grid R; one block a row; block
  *             512, or 128 under the name *_small; the result does not depend on it. accept_prefix: one warp,
- *             n_drafts <= 31.
+ *             n_drafts <= 31, n_next <= 32.
  * Arithmetic  truncate.cuh's sets and integer masses; p and q in f32 as exp(z - max) * (2^40 / mass), so equal rows
  *             give equal p and q. Accepted: u q < p, u uniform. Residual: argmax of log(p - q) + g. Noise as in
  *             sample.cu; u has the stream 2, the residual's g the stream 3, so neither knows how the draft was drawn.
@@ -149,14 +150,19 @@ ACCEPT(, 512)
 ACCEPT(_small, 128)
 
 extern "C" __global__ void __launch_bounds__(32)
-    accept_prefix(gptr<i32> round, gptr<const i32> out, gptr<const i32> drafts, gptr<const i32> pos, int n_drafts) {
+    accept_prefix(gptr<i32> round, gptr<i32> next_ids, gptr<i32> next_pos, gptr<const i32> out,
+                  gptr<const i32> drafts, gptr<const i32> pos, int n_drafts, int n_next) {
     const int lane = threadIdx.x;
     const bool stands = lane < n_drafts && out[4 * lane] == drafts[lane];
     const int accepted = __ffs((int)~ballot(stands)) - 1;
+    const int token = max((i32)out[4 * accepted], 0), at = pos[accepted] + 1;
+    sync_warp();  // next_pos may be pos: read by all before it is written
+    if (next_pos && lane < n_next) next_pos[lane] = at + lane;
     if (lane == 0) {
+        if (next_ids) next_ids[0] = token;
         round[0] = accepted;
-        round[1] = max((i32)out[4 * accepted], 0);
-        round[2] = pos[accepted] + 1;
+        round[1] = token;
+        round[2] = at;
         round[3] = 0;
     }
 }

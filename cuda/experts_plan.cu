@@ -1,17 +1,18 @@
 /* experts_plan.cu - what the routed experts need around their products: order, placement, sums.
  *
- *   experts_plan  the slots p = r k + j sorted by expert (then by p), cut into items of at most `cap` slots
+ *   experts_plan  the slots p = r k + j sorted by expert (then by p), cut into items of at most `cap` slots;
+ *                 total += items, where one is given
  *   vq_place      one matrix from the file's index streams to the blocks of codes.cuh
  *   swiglu        h[r,f] = silu(min(g, limit)) * clamp(u, -limit, limit)
  *   moe_sum       y[r,d] = sum_j y_slots[r,j,d] (rising j) + shared[r,d]
  *
  * Layout      picks: i32 [P]; order: i32 [P]; items: i32 [n, 4] (expert, first place in order, slots, 0), by expert;
- *             n_items: i32 [1]. vq_place: main u8 [rows, row_bytes], plane u8 [rows, plane_bytes] or null; out and
- *             out_plane start at the matrix's first octet, whose blocks follow each other; octets are `octet_blocks`
- *             blocks apart. g, u, h, y, shared: A [R, F] or [R, D]; y_slots: f32 [R, k, D].
+ *             n_items: i32 [1]; total: u32 [1] or null. vq_place: main u8 [rows, row_bytes], plane u8
+ *             [rows, plane_bytes] or null; out and out_plane start at the matrix's first octet, whose blocks follow
+ *             each other; octets are `octet_blocks` blocks apart. g, u, h, y, shared: A [R, F] or [R, D]; y_slots: f32 [R, k, D].
  * Launch      experts_plan: one block of 256, 12 E bytes of shared memory. Others: a thread an element.
  * Arithmetic  f32; one rounding to A. Integers otherwise: nothing depends on the order of threads.
- * Traffic     experts_plan: picks twice a warp of experts. vq_place: two bytes a code and the plane, writes the blocks.
+ * Traffic     experts_plan: picks twice a warp of experts (and 4 bytes of total, if any). vq_place: two bytes a code and the plane, writes the blocks.
  *             swiglu: reads 2 R F, writes R F. moe_sum: reads R k D of f32 and R D of A, writes R D.
  * Why so      a few thousand picks sort faster by counting in one block than by any launch more.
  */
@@ -21,7 +22,8 @@
 constexpr int kPlanThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kPlanThreads)
-    experts_plan(gptr<i32> order, gptr<i32> items, gptr<i32> n_items, gptr<const i32> picks, int P, int E, int cap) {
+    experts_plan(gptr<i32> order, gptr<i32> items, gptr<i32> n_items, gptr<u32> total, gptr<const i32> picks, int P,
+                 int E, int cap) {
     SMEM_DYN(i32, count, 0);
     SMEM_DYN(i32, start, E * 4);
     SMEM_DYN(i32, first_item, E * 8);
@@ -41,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
             n += (count[e] + cap - 1) / cap;
         }
         n_items[0] = n;
+        if (total) total[0] += (u32)n;
     }
     sync_block();
     for (int e = t; e < E; e += kPlanThreads) {

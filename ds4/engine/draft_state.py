@@ -25,6 +25,7 @@ class DraftSnapshot:
     """A draft state on the host; `main` are the bytes of the `pending` rows."""
 
     position: int
+    written: int
     first: int
     start: int
     pending: int
@@ -43,7 +44,7 @@ class DraftState:
     Attributes:
         act: dtype of main-hidden rows, "bf16" or "f32".
         rings: one a stage, window rows [window + SLACK].   main: A [8, targets * D].
-        position: positions below it are in the rings, from `first` on.
+        position: positions below it are in the rings, from `first` on.   written: its highest value so far.
         start, pending: the position of `main`'s first row, and how many rows there are that may still be committed.
     """
 
@@ -53,6 +54,7 @@ class DraftState:
     act: str
     rings: list[Buffer] = field(default_factory=list)
     position: int = 0
+    written: int = 0
     first: int = 0
     start: int = 0
     pending: int = 0
@@ -96,6 +98,7 @@ class DraftState:
     def end(self, position: int) -> None:
         """Keys below `position` are written."""
         self.position, self.pending = position, 0
+        self.written = max(self.written, position)
 
     def _set_first(self, first: int) -> None:
         self.first = first
@@ -105,16 +108,19 @@ class DraftState:
         """Forget keys and main rows from `position` on.
 
         Raises:
-            Ds4Error: more than `SLACK` positions of keys.
+            Ds4Error: more than `SLACK` positions below the highest one written.
         """
-        if position < self.position - SLACK or position < 0:
-            raise Ds4Error(f"draft keys cannot go back from position {self.position} to {position}: at most {SLACK}")
+        if position < min(self.position, self.written - SLACK) or position < 0:
+            raise Ds4Error(
+                f"draft keys cannot go back from position {self.position} to {position}: at most {SLACK} positions "
+                f"below {self.written}"
+            )
         self.position = min(self.position, position)
         self.pending = min(self.pending, max(position - self.start, 0))
 
     def clear(self) -> None:
         """Back to an empty sequence; buffers stay."""
-        self.position = self.pending = 0
+        self.position = self.written = self.pending = 0
         self._set_first(0)
 
     def snapshot(self) -> DraftSnapshot:
@@ -122,7 +128,7 @@ class DraftState:
         rings = tuple(self.device.download(r.view(0, (r.nbytes,), "u8")) for r in self.rings)
         n = self.pending * (self.main.nbytes // ROWS)
         main = self.device.download(self.main.view(0, (n,), "u8")) if n else np.zeros(0, np.uint8)
-        return DraftSnapshot(self.position, self.first, self.start, self.pending, rings, main)
+        return DraftSnapshot(self.position, self.written, self.first, self.start, self.pending, rings, main)
 
     def restore(self, snapshot: DraftSnapshot) -> None:
         """Become that sequence again.
@@ -138,7 +144,8 @@ class DraftState:
             ring.view(0, (ring.nbytes,), "u8").write(data)
         if snapshot.main.nbytes:
             self.main.view(0, (snapshot.main.nbytes,), "u8").write(snapshot.main)
-        self.position, self.start, self.pending = snapshot.position, snapshot.start, snapshot.pending
+        self.position, self.written = snapshot.position, snapshot.written
+        self.start, self.pending = snapshot.start, snapshot.pending
         self._set_first(snapshot.first)
 
     def nbytes(self) -> int:

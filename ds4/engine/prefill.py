@@ -118,12 +118,12 @@ class Prefill:
             self.device.sync()
             at += count
             if not ext.bounded:
-                self.state.position = at
+                self.state.advance(at)
             if on_progress:
                 on_progress(at - ext.start, ext.end - ext.start)
         if below is not None:
             self._decoder_half(tokens, ext, below, logits, last, out, tap)
-            self.state.position = ext.end
+            self.state.advance(ext.end)
         return out
 
     def _pass(self, at: int, count: int) -> Pass:

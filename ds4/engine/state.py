@@ -2,8 +2,9 @@
 
 Per layer a ring of window rows; per kv source the compressed rows, the index keys and the open group. Rings and open
 groups are longer than the model needs by `SLACK` positions, so that the newest tokens can be taken back without
-copies: what a later position wrote over is older than anything that the earlier one can see. Compressed rows beyond a
-position's count are masked by every reader and rewritten when the group closes again.
+copies: what a later position wrote over is older than anything that the earlier one can see. How far back that is
+counts from the highest position ever written, `written`: going back does not bring back what was written over.
+Compressed rows beyond a position's count are masked by every reader and rewritten when the group closes again.
 
 `first` holds two device slots: the lowest position whose window row exists, for the layers below the last kv source
 and for those from it on (they differ after a bounded replay, model-text 8.2).
@@ -21,7 +22,7 @@ from ds4.engine.ops.kv import KvLayout
 from ds4.errors import CapacityError, Ds4Error
 from ds4.model.config import ModelConfig
 
-SLACK = 64  # positions that can be taken back exactly
+SLACK = 64  # positions below the highest one written that can be taken back exactly
 LEAST_CAPACITY = 1024  # tokens of compressed rows at the start
 
 
@@ -30,6 +31,7 @@ class Snapshot:
     """A sequence on the host: arrays by name and the numbers that say what they mean."""
 
     position: int
+    written: int
     first: tuple[int, int]
     published: int | None
     capacity: int
@@ -52,7 +54,9 @@ class SourceRows:
 
 @dataclass
 class SequenceState:
-    """Device state of one sequence. `position` counts the tokens that it holds."""
+    """Device state of one sequence. `position` counts the tokens that it holds; `written`: rows of positions below it
+    may have been written since the sequence was empty.
+    """
 
     device: Device
     config: ModelConfig
@@ -61,6 +65,7 @@ class SequenceState:
     sources: dict[int, SourceRows] = field(default_factory=dict)
     capacity: int = 0
     position: int = 0
+    written: int = 0
     first: tuple[int, int] = (0, 0)
     published: int | None = None
     replayed_to: int = 0  # window rows before this position cannot be brought back by `rollback`
@@ -131,24 +136,30 @@ class SequenceState:
 
     def can_roll_back(self, position: int) -> bool:
         """Whether `rollback(position)` would be exact."""
-        return max(self.position - SLACK, self.replayed_to) <= position <= self.position
+        return max(self.written - SLACK, self.replayed_to) <= position <= self.position
+
+    def advance(self, position: int) -> None:
+        """Rows below `position` are written, or on their way."""
+        self.position = position
+        self.written = max(self.written, position)
 
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on.
 
         Raises:
-            Ds4Error: more than `SLACK` tokens, or behind a bounded replay.
+            Ds4Error: more than `SLACK` positions below the highest one written, or behind a bounded replay.
         """
         if not self.can_roll_back(position):
             raise Ds4Error(
-                f"cannot go back from position {self.position} to {position}: at most {SLACK} tokens, "
-                f"and not before {self.replayed_to}; sync from the start instead"
+                f"cannot go back from position {self.position} to {position}: at most {SLACK} positions below "
+                f"{self.written}, and not before {self.replayed_to}; sync from the start instead"
             )
         self.position = position
 
     def clear(self) -> None:
         """Back to an empty sequence; buffers stay."""
-        self.position, self.published, self.replayed_to = 0, None, 0
+        self.position = self.written = self.replayed_to = 0
+        self.published = None
         self.set_first(0, 0)
 
     def _named(self) -> dict[str, Buffer]:
@@ -175,7 +186,7 @@ class SequenceState:
             n = self._live_bytes(name, buffer)
             raw = buffer.view(0, (n,), "u8")
             arrays[name] = self.device.download(raw) if n else np.zeros(0, np.uint8)
-        return Snapshot(self.position, self.first, self.published, self.capacity, arrays)
+        return Snapshot(self.position, self.written, self.first, self.published, self.capacity, arrays)
 
     def restore(self, snapshot: Snapshot) -> bool:
         """Become that sequence again. True if buffers moved.
@@ -187,7 +198,7 @@ class SequenceState:
         named = self._named()
         if set(named) != set(snapshot.arrays):
             raise Ds4Error("the snapshot belongs to another model: its tensors differ")
-        self.position = snapshot.position
+        self.position, self.written = snapshot.position, snapshot.written
         for name, buffer in named.items():
             data = snapshot.arrays[name]
             if data.nbytes != self._live_bytes(name, buffer):

@@ -101,7 +101,7 @@ class StepRunner:
         if main_hidden is not None:
             p.main_hidden = main_hidden
         self._advance(key, p, tickets, tap)
-        state.position = start + count
+        state.advance(start + count)
         if self.index_keys == "released":
             state.published = self.last_publisher(start, state.published)
         return self.logits.view(0, (count, self.config.vocab_size), "f32")

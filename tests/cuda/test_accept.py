@@ -155,6 +155,27 @@ def test_rows_without_a_distribution_are_refused(device: Device) -> None:
         accept_prefix(device, r.round, r.out, device.zeros((32,), "i32"), r.pos)
 
 
+def test_the_next_pass_finds_its_ids_and_positions(device: Device) -> None:
+    """Over the slots that this pass read its own from."""
+    logits = random_rows(5, 16)
+    r = Round(device, logits, T=0.0)
+    right = logits.argmax(1).astype(np.int32)
+    for kept in range(5):
+        ids, pos = device.upload(np.full(8, -7, np.int32)), device.upload(np.arange(20, 28, dtype=np.int32))
+        drafts = right[:4].copy()
+        if kept < 4:
+            drafts[kept] = (drafts[kept] + 1) % V
+        sample(device, r.out, r.logits, r.params, pos.view(0, (5,)), 5)
+        accept_prefix(
+            device, r.round, r.out, device.upload(drafts), pos.view(0, (5,)), next_ids=ids.view(0, (1,)), next_pos=pos
+        )
+        assert device.download(r.round).tolist() == [kept, right[kept], 21 + kept, 0]
+        assert device.download(ids).tolist() == [right[kept], *[-7] * 7]
+        assert device.download(pos).tolist() == list(range(21 + kept, 29 + kept))
+    with pytest.raises(ValueError, match="33 positions"):
+        accept_prefix(device, r.round, r.out, None, r.pos, next_pos=device.zeros((33,), "i32"))
+
+
 def test_a_replay_says_what_the_launches_said(device: Device) -> None:
     logits, head = random_rows(4, 14), random_rows(3, 15)
     r = Round(device, logits)

@@ -156,7 +156,8 @@ def test_plan(device: Device) -> None:
     picks = rng.choice([0, 2, 3, 299], 57).astype(np.int32)
     P, E, cap = len(picks), 300, 8
     order, items, count = device.empty((P,), "i32"), device.empty((4 * 57,), "i32"), device.empty((1,), "i32")
-    device.launch(EXPERTS_PLAN, order, items, count, device.upload(picks), P, E, cap)
+    total = device.upload(np.array([5], np.uint32))
+    device.launch(EXPERTS_PLAN, order, items, count, total, device.upload(picks), P, E, cap)
     assert device.download(order).tolist() == np.argsort(picks, kind="stable").tolist()
     want, at = [], 0
     for e in range(E):
@@ -164,7 +165,9 @@ def test_plan(device: Device) -> None:
         want += [[e, at + i, min(cap, n - i), 0] for i in range(0, n, cap)]
         at += n
     n_items = int(device.download(count)[0])
-    assert n_items == len(want)
+    assert n_items == len(want) and device.download(total)[0] == 5 + n_items
+    device.launch(EXPERTS_PLAN, order, items, count, None, device.upload(picks), P, E, cap)
+    assert device.download(total)[0] == 5 + n_items
     assert device.download(items).reshape(-1, 4)[:n_items].tolist() == want
 
 

@@ -168,6 +168,26 @@ def test_rollback_too_far_is_refused(engines: Callable[..., Engine]) -> None:
         session.rollback(100)
 
 
+def test_going_back_twice_reaches_no_further_than_once(engines: Callable[..., Engine]) -> None:
+    """What later positions wrote over stays lost, however the way back is cut; going on from there is exact."""
+    ids = load_long()
+    plain, session = engines("oracle-e").session(), engines("oracle-e").session()
+    plain.sync(ids[:140])
+    session.sync(ids)
+    session.rollback(150)
+    with pytest.raises(Ds4Error, match="at most 64 positions below 190"):
+        session.rollback(125)
+    session.rollback(140)
+    kept = session.snapshot()
+    assert state_of(session) == state_of(plain)
+    session.sync(ids[:125])  # read again from the start
+    plain.sync(ids[:125])
+    assert state_of(session) == state_of(plain)
+    session.restore(kept)
+    with pytest.raises(Ds4Error, match="at most 64 positions below 190"):
+        session.rollback(125)
+
+
 def load_long() -> list[int]:
     return prompt("oracle-e", 190)
 

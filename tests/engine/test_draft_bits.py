@@ -155,6 +155,9 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter.seed(bench.rows(gaussian_rows(bench.config, 1)), 199, 200)
     with pytest.raises(Ds4Error, match=f"at most {SLACK}"):
         drafter.state.rollback(200 - SLACK - 1)
+    drafter.state.rollback(200 - SLACK)
+    with pytest.raises(Ds4Error, match=f"at most {SLACK} positions below 200"):
+        drafter.state.rollback(200 - SLACK - 1)
     with pytest.raises(Ds4Error, match="another model's"):
         drafter.state.restore(bench_of("oracle-b").drafter().state.snapshot())
     with pytest.raises(UsageError, match="block is 9"):

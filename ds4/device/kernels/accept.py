@@ -50,10 +50,11 @@ ACCEPT_PREFIX = Kernel(
     grid=lambda: (1, 1, 1),
     block=32,
     args=(
-        "round: i32[4]", "out: i32[n_drafts+1,4]", "drafts: i32[n_drafts]?", "pos: i32[n_drafts+1]", "n_drafts: i32",
+        "round: i32[4]", "next_ids: i32[1]?", "next_pos: i32[n_next]?", "out: i32[n_drafts+1,4]",
+        "drafts: i32[n_drafts]?", "pos: i32[n_drafts+1]", "n_drafts: i32", "n_next: i32",
     ),
-    released={"n_drafts": 5},
-    traffic=lambda n_drafts: (4 * (6 * n_drafts + 5), 16),
+    released={"n_drafts": 5, "n_next": 8},
+    traffic=lambda n_drafts, n_next: (4 * (6 * n_drafts + 5), 20 + 4 * n_next),
     in_flight=32 * 8,
     reason="a handful of rows: one warp, one vote",
 )  # fmt: skip

@@ -23,7 +23,10 @@ EXPERTS_PLAN = Kernel(
     source="experts_plan.cu",
     grid=lambda: (1, 1, 1),
     block=256,
-    args=("order: i32[P]", "items: i32[*]", "n_items: i32[1]", "picks: i32[P]", "P: i32", "E: i32", "cap: i32"),
+    args=(
+        "order: i32[P]", "items: i32[*]", "n_items: i32[1]", "total: u32[1]?", "picks: i32[P]", "P: i32", "E: i32",
+        "cap: i32",
+    ),
     smem=lambda E: 12 * E,
     traffic=lambda P, E, n_items: (2 * -(-E // 32) * 4 * P, 4 * P + 16 * n_items + 4),
     released={"P": 48, "E": 384, "cap": 8, "n_items": 40},

@@ -42,17 +42,23 @@ def accept(
     )  # fmt: skip
 
 
-def accept_prefix(dev: Device, round_: Buffer, out: Buffer, drafts: Buffer | None, pos: Buffer) -> None:
+def accept_prefix(
+    dev: Device, round_: Buffer, out: Buffer, drafts: Buffer | None, pos: Buffer, *,
+    next_ids: Buffer | None = None, next_pos: Buffer | None = None,
+) -> None:  # fmt: skip
     """End a round: round_ i32 [4] = accepted drafts A, the token of row A (0 for -1), its position, 0.
 
     Args:
         out: i32 [1 + k, 4] of `sample` or `accept`; rows 0 .. A hold the round's new tokens.
         drafts: i32 [k], k <= 31, or None.   pos: i32 [1 + k].
+        next_ids, next_pos: where the next pass looks for the ids and positions of its rows: the token of row A and n
+            positions from its own on, n the length of next_pos; `pos` may begin where next_pos does.
 
     Raises:
-        ValueError: more than 31 drafts.
+        ValueError: more than 31 drafts, or 32 positions.
     """
     k = drafts.shape[0] if drafts is not None else 0
-    if k > 31:
-        raise ValueError(f"{k} drafts in a round; a warp votes on 31")
-    dev.launch(ACCEPT_PREFIX, round_, out, drafts, pos, k)
+    n = next_pos.shape[0] if next_pos is not None else 0
+    if k > 31 or n > 32:
+        raise ValueError(f"{k} drafts and {n} positions in a round; a warp votes on 31 and writes 32")
+    dev.launch(ACCEPT_PREFIX, round_, next_ids, next_pos, out, drafts, pos, k, n)

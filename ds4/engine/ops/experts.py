@@ -166,7 +166,7 @@ def step_blocks(dev: Device, ew: ExpertWeights, k: int, octets: int, threads: in
 
 def experts(
     dev: Device, ws: Workspace, family: str, ew: ExpertWeights, y_slots: Buffer, x: Buffer, picks: Buffer,
-    weights: Buffer, R: int,
+    weights: Buffer, R: int, *, total: Buffer | None = None,
 ) -> None:  # fmt: skip
     """y_slots[r,j,:] = expert picks[r,j] of x[r], times weights[r,j]: gate and up, clamped SwiGLU, down.
 
@@ -174,6 +174,7 @@ def experts(
         family: "step" for 1..8 rows, one row alone the same bits as among eight; "prefill" for any number, a row's
             bits independent of it. In f32 the two are the same bits.
         y_slots: f32 [R, k, D].   x: A [R, D].   picks: i32 [R, k].   weights: f32 [R, k].
+        total: u32 [1], added to by a step of several rows: the distinct experts that its rows picked.
 
     Raises:
         DeviceError: more than eight rows in a step.
@@ -198,7 +199,7 @@ def experts(
     order = ws.get("experts.order", (R * k,), "i32")
     items = ws.get("experts.items", (most * 4,), "i32")
     count = ws.get("experts.n_items", (1,), "i32")
-    dev.launch(EXPERTS_PLAN, order, items, count, picks, R * k, ew.n_expert, cap)
+    dev.launch(EXPERTS_PLAN, order, items, count, None if by_mma else total, picks, R * k, ew.n_expert, cap)
     if by_mma:
         n = min(most * -(-F // 32), dev.info.n_sm)
         dev.launch(GATE_UP_MMA, h, *up, x, weights, order, items, count, *sizes, ew.limit, R=R, blocks=n)

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ds4.errors import Ds4Error
+from ds4.server.answer import Answer, model_card, model_list
 from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
-from ds4.server.openai import Answer, model_card, model_list, read_chat, read_completion
+from ds4.server.openai import read_chat, read_completion
 from ds4.server.outbox import Gone, Outbox
 from ds4.server.request import Generation, Limits, ServedEngine
 from ds4.server.respond import EventStream, whole
@@ -111,7 +112,7 @@ class Routes:
         # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
         generation = await asyncio.to_thread(lambda: read(parse_object(body), engine, self._limits))
         job = Job(generation, Outbox(self._limits.outbox_chars))
-        answer = Answer(chat, engine.name, generation)
+        answer = Answer(chat, engine.name, generation, engine.tokenizer)
         self._worker.submit(job)
         path = request.url.path
         if generation.stream:

@@ -1,4 +1,4 @@
-"""OpenAI's chat and completions: bodies into a `Generation`, events into the objects its clients parse.
+"""OpenAI's chat and completions: bodies into a `Generation` (answer.py: events into the objects its clients parse).
 
 Unknown fields are ignored, null means the default, wrong types and values are refused by name. What the API knows and
 this server does not do yet is refused unless it asks for nothing.
@@ -6,22 +6,23 @@ this server does not do yet is refused unless it asks for nothing.
 
 from __future__ import annotations
 
+import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ds4.engine import Sampling
+from ds4.engine.sampling import MOST_TOP, Penalties
 from ds4.errors import RequestError
 from ds4.model.chat import other_turns, prepare, render
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special, Tokenizer
 from ds4.server.fields import Fields, naming
-from ds4.server.outbox import Finished
 from ds4.server.request import Generation, Limits, ServedEngine
-from ds4.server.stream import CONTENT, Delta
 
 DEFAULT_COMPLETION_TOKENS = 16  # as the API says
+ID = re.compile("0|[1-9][0-9]{0,9}")
+SWITCHES = ("thinking", "enable_thinking", "reasoning_effort")  # what chat_template_kwargs may hold
 LATER = "is not supported by this server"
 
 
@@ -49,7 +50,8 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
         segments = render(messages, thinking=thinking, effort=effort)
         ids = engine.tokenizer.encode_segments(segments, spell_missing=True)
     in_reasoning = _ends_in_reasoning(segments)
-    generation = _generation(fields, engine, limits, ids, "messages", None, in_reasoning)
+    asked = _chat_logprobs(fields)
+    generation = _generation(fields, engine, limits, ids, "messages", None, in_reasoning, asked)
     return replace(generation, ends=other_turns(engine.tokenizer))
 
 
@@ -59,23 +61,26 @@ def read_completion(fields: Fields, engine: ServedEngine, limits: Limits) -> Gen
     fields.refuse("best_of", [1], "may only be 1 on this server")
     fields.refuse("echo", [False], LATER)
     fields.refuse("suffix", [""], LATER)
-    fields.refuse("thinking", [False, {"type": "disabled"}], "belongs to /v1/chat/completions")
-    fields.refuse("reasoning_effort", ["none"], "belongs to /v1/chat/completions")
+    nothing: dict[str, Sequence[object]] = {
+        "thinking": [False, {"type": "disabled"}], "reasoning_effort": ["none"], "chat_template_kwargs": [{}],
+        "top_logprobs": [0],
+    }  # fmt: skip
+    for name, accepted in nothing.items():
+        fields.refuse(name, accepted, "belongs to /v1/chat/completions")
     with naming("prompt"):
         ids = _prompt_ids(fields.raw.get("prompt"), engine)
-    return _generation(fields, engine, limits, ids, "prompt", DEFAULT_COMPLETION_TOKENS, False)
+    asked = None if fields.raw.get("logprobs") is False else fields.integer("logprobs", 0, MOST_TOP)
+    generation = _generation(fields, engine, limits, ids, "prompt", DEFAULT_COMPLETION_TOKENS, False, asked)
+    if asked is None:
+        return generation
+    text = ids[1:] if ids[0] == engine.config.bos_token_id else ids
+    return replace(generation, prompt_chars=len(engine.tokenizer.decode(text)))
 
 
 def _refuse_common(fields: Fields) -> None:
     if fields.integer("n", 1, 128) not in (None, 1):
         raise RequestError("n must be 1: this server gives one answer a request", "n", "unsupported_parameter")
     fields.string("model")  # any name is answered: one server, one model
-    fields.refuse("logit_bias", [{}], LATER)
-    for name in ("presence_penalty", "frequency_penalty"):
-        fields.number(name)
-        fields.refuse(name, [0, 0.0], "may only be 0 on this server")
-    fields.refuse("logprobs", [False], LATER)  # completions: a number, and 0 asks for some too
-    fields.refuse("top_logprobs", [0], LATER)
     for name in ("tools", "functions"):
         fields.refuse(name, [[]], LATER)
     for name in ("tool_choice", "function_call"):
@@ -129,17 +134,31 @@ def _max_tokens(fields: Fields, context: int, prompt: int) -> int | None:
 def _thinking(fields: Fields) -> tuple[bool, int | str | None]:
     """Whether to think, and how hard: off unless an effort or `thinking` asks for it.
 
-    `thinking` is true, false, or {"type": "enabled" | "disabled"}; effort "none" is off.
+    `thinking` is true, false, or {"type": "enabled" | "disabled"}; effort "none" is off. Both may stand in
+    `chat_template_kwargs` instead, where other servers look for them, `thinking` as `enable_thinking` too.
     """
-    effort = fields.raw.get("reasoning_effort")
     thinking = fields.raw.get("thinking")
     if isinstance(thinking, dict):
         thinking = {"enabled": True, "disabled": False}.get(str(thinking.get("type")), thinking)
     if thinking is not None and not isinstance(thinking, bool):
         raise RequestError('thinking must be true, false, {"type": "enabled"} or {"type": "disabled"}', "thinking")
+    kwargs = fields.nested("chat_template_kwargs") or Fields({})
+    for name in kwargs.raw:
+        if name not in SWITCHES:
+            kwargs.refuse(name, [], LATER)
+    thinking = _one([thinking, kwargs.boolean("thinking"), kwargs.boolean("enable_thinking")], "thinking")
+    effort = _one([fields.raw.get("reasoning_effort"), kwargs.raw.get("reasoning_effort")], "reasoning_effort")
     if effort == "none":
         return False, None
-    return (effort is not None) if thinking is None else thinking, effort
+    return (effort is not None) if thinking is None else bool(thinking), effort
+
+
+def _one(said: Sequence[Any], name: str) -> Any:
+    """What was said in one place or alike in several; None: nowhere."""
+    said = [s for s in said if s is not None]
+    if any(s != said[0] for s in said):
+        raise RequestError(f"{name} and chat_template_kwargs say different things; give one of them", name)
+    return said[0] if said else None
 
 
 def _ends_in_reasoning(segments: Sequence[Segment]) -> bool:
@@ -166,9 +185,11 @@ def _prompt_ids(prompt: Any, engine: ServedEngine) -> list[int]:
 
 def _generation(
     fields: Fields, engine: ServedEngine, limits: Limits, ids: Sequence[int], prompt: str,
-    default_max: int | None, in_reasoning: bool,
+    default_max: int | None, in_reasoning: bool, logprobs: int | None,
 ) -> Generation:  # fmt: skip
-    """The fields that both APIs share, and what fits the context."""
+    """The fields that both APIs share, and what fits the context. `logprobs`: of how many likeliest tokens beside the
+    drawn one; None: of none at all.
+    """
     context = engine.config.max_position_embeddings
     room = context - len(ids)
     if room < 1:
@@ -183,30 +204,62 @@ def _generation(
         raise RequestError("stream_options is only allowed with stream: true", "stream_options")
     return Generation(
         prompt_ids=ids,
-        sampling=_sampling(fields),
+        sampling=_sampling(fields, _penalties(fields, engine.tokenizer.vocab_size), logprobs or 0),
         max_tokens=min(most, room),
         stops=_stops(fields, limits),
         in_reasoning=in_reasoning,
         stream=stream,
         include_usage=options is not None and bool(options.boolean("include_usage")),
+        logprobs=logprobs is not None,
     )
 
 
-def _sampling(fields: Fields) -> Sampling:
-    def number(name: str, default: float) -> float:
-        value = fields.number(name)
-        return default if value is None else value
+def _chat_logprobs(fields: Fields) -> int | None:
+    """How many likeliest tokens are told beside each token; None: nothing is."""
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, MOST_TOP) or 0
+    if top and not wanted:
+        raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+    return top if wanted else None
 
+
+def _sampling(fields: Fields, penalties: Penalties, top: int) -> Sampling:
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
     return Sampling(
-        temperature=number("temperature", 1.0),
+        temperature=_number(fields, "temperature", 1.0),
         top_k=max(top_k or 0, 0),  # -1 is what other servers' clients say for "all"
-        top_p=number("top_p", 1.0),
-        min_p=number("min_p", 0.0),
+        top_p=_number(fields, "top_p", 1.0),
+        min_p=_number(fields, "min_p", 0.0),
         seed=secrets.randbits(63) if seed is None else seed,
         seeded=seed is not None,
+        penalties=penalties,
+        top=top,
     )
+
+
+def _penalties(fields: Fields, vocab: int) -> Penalties:
+    """Penalties and `logit_bias`, an object of token ids; a bias of 0 is none."""
+    bias: dict[int, float] = {}
+    given = fields.nested("logit_bias") or Fields({})
+    for name in given.raw:
+        if not ID.fullmatch(name):
+            raise RequestError(f"logit_bias names {name!r:.40}; its names are token ids in digits", "logit_bias")
+        if value := given.number(name):
+            bias[int(name)] = value
+    penalties = Penalties(
+        presence=_number(fields, "presence_penalty", 0.0),
+        frequency=_number(fields, "frequency_penalty", 0.0),
+        repetition=_number(fields, "repetition_penalty", 1.0),
+        logit_bias=tuple(bias.items()),
+    )
+    penalties.check_vocab(vocab)
+    return penalties
+
+
+def _number(fields: Fields, name: str, default: float) -> float:
+    value = fields.number(name)
+    return default if value is None else value
 
 
 def _stops(fields: Fields, limits: Limits) -> tuple[str, ...]:
@@ -222,89 +275,3 @@ def _stops(fields: Fields, limits: Limits) -> tuple[str, ...]:
         if not 1 <= len(s) <= limits.stop_chars:
             raise RequestError(f"stop[{i}] has {len(s)} characters; 1 to {limits.stop_chars} are allowed", "stop")
     return tuple(dict.fromkeys(stops))
-
-
-@dataclass
-class Answer:
-    """The objects of one answer. `chat`: chat.completion objects, else text_completion ones."""
-
-    chat: bool
-    model: str
-    generation: Generation
-    id: str = field(init=False)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
-
-    def whole(self, texts: Mapping[str, str], end: Finished) -> dict[str, object]:
-        """The answer in one piece; `texts` by channel."""
-        content = texts.get(CONTENT, "")
-        choice: dict[str, object] = {"index": 0}
-        if self.chat:
-            message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-            if self.generation.in_reasoning:
-                message["reasoning_content"] = texts.get("reasoning", "")
-            choice["message"] = message
-        else:
-            choice["text"] = content
-        choice |= {"logprobs": None, "finish_reason": end.reason}
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [choice], "usage": self.usage(end)}
-
-    def first(self) -> list[dict[str, object]]:
-        """What a stream opens with."""
-        return [self._chunk({"role": "assistant", "content": ""}, "", None)] if self.chat else []
-
-    def delta(self, delta: Delta) -> dict[str, object]:
-        key = "content" if delta.channel == CONTENT else "reasoning_content"
-        return self._chunk({key: delta.text}, delta.text, None)
-
-    def last(self, end: Finished) -> list[dict[str, object]]:
-        """The chunk with the reason, and the one with the usage if it was asked for."""
-        chunks = [self._chunk({}, "", end.reason)]
-        if self.generation.include_usage:
-            chunks.append({**self._head(self._chunk_kind), "choices": [], "usage": self.usage(end)})
-        return chunks
-
-    def usage(self, end: Finished) -> dict[str, object]:
-        """Tokens of the prompt as it was run, and of the answer without its end-of-sentence token. `decode` is this
-        server's own: what passes and drafts yielded.
-        """
-        n = len(self.generation.prompt_ids)
-        return {
-            "prompt_tokens": n,
-            "completion_tokens": end.tokens,
-            "total_tokens": n + end.tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
-            "decode": dict(end.decode),
-        }
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _chunk(self, delta: dict[str, object], text: str, reason: str | None) -> dict[str, object]:
-        piece: dict[str, object] = {"delta": delta} if self.chat else {"text": text}
-        chunk = {
-            **self._head(self._chunk_kind),
-            "choices": [{"index": 0, **piece, "logprobs": None, "finish_reason": reason}],
-        }
-        return chunk | {"usage": None} if self.generation.include_usage else chunk
-
-    def _head(self, kind: str) -> dict[str, object]:
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None
-        }  # fmt: skip
-
-
-def model_list(engine: ServedEngine, created: int) -> dict[str, object]:
-    return {"object": "list", "data": [model_card(engine, created)]}
-
-
-def model_card(engine: ServedEngine, created: int) -> dict[str, object]:
-    return {
-        "id": engine.name, "object": "model", "created": created, "owned_by": "ds4",
-        "context_length": engine.config.max_position_embeddings,
-    }  # fmt: skip

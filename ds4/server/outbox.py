@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ds4.errors import Ds4Error
 from ds4.server.stream import Delta
 
+LOGPROB_CHARS = 32  # about what one takes beside its token's text
+
 
 @dataclass(frozen=True)
 class Started:
@@ -78,10 +80,10 @@ class Outbox:
 
     def _add(self, event: Event) -> None:
         if isinstance(event, Delta):
-            self._chars += len(event.text)
+            self._chars += len(event.text) + LOGPROB_CHARS * sum(1 + len(t.top) for t in event.told)
             last = self._events[-1] if self._events else None
             if isinstance(last, Delta) and last.channel == event.channel:
-                self._events[-1] = Delta(last.channel, last.text + event.text)
+                self._events[-1] = Delta(last.channel, last.text + event.text, last.told + event.told)
                 return
         self._events.append(event)
 

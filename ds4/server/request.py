@@ -26,8 +26,20 @@ class ServedConfig(Protocol):
     def eos_token_id(self) -> int: ...
 
 
+class ServedToken(Protocol):
+    """A drawn token; see ds4.engine's Drawn."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+
+
 class ServedSession(Protocol):
-    """One timeline; see ds4.engine.Session."""
+    """One timeline; see ds4.engine.Session. `last`: what `next` returned, with its log-probabilities."""
+
+    @property
+    def last(self) -> ServedToken | None: ...
 
     def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> object: ...
     def next(self, sampling: Sampling, *, left: int | None = None) -> int: ...
@@ -58,6 +70,8 @@ class Generation:
         in_reasoning: the prompt ended inside a reasoning block.
         ends: tokens that end the answer as the end of sentence does: of a chat, those that would begin another turn.
         include_usage: a streamed answer ends with a chunk of usage counts.
+        logprobs: each token's log-probabilities are told, and those of the `sampling.top` likeliest.
+        prompt_chars: of a completion with `logprobs`: characters of the prompt, where its `text_offset` begins.
     """
 
     prompt_ids: Sequence[int]
@@ -68,6 +82,8 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     ends: frozenset[int] = frozenset()
+    logprobs: bool = False
+    prompt_chars: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class Limits:
         queue: requests that wait while one runs; one more gets a 503.
         body_bytes, body_s: size of a request, and seconds to send it in.
         stops, stop_chars: stop strings, and characters of one.
-        outbox_chars: text that waits for a slow reader before its request is dropped.
+        outbox_chars: text that waits for a slow reader before its request is dropped; a log-probability counts as
+            `outbox.LOGPROB_CHARS`.
         stall_s: seconds that one write may wait for a reader before its connection is cut.
         ping_s: seconds without an event before a stream says that it is alive.
         drain_s: seconds that running requests get after SIGTERM; then they are cancelled and answered so.

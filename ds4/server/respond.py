@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ds4.engine import Cancelled
+from ds4.server.answer import Answer
 from ds4.server.errors import error_body, json_bytes, json_response, overloaded
-from ds4.server.openai import Answer
 from ds4.server.outbox import Event, Failed, Finished, Gone, Started
 from ds4.server.stream import Delta
 from ds4.server.worker import Job, Worker
@@ -65,17 +65,17 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, path
         Gone: the client left; there is nobody to answer.
         Exception: what the job failed with.
     """
-    texts: dict[str, list[str]] = {}
+    deltas: list[Delta] = []
     line = Log(path, job)
     async with watched(job, worker, receive):
         try:
             while True:
                 for event in await job.outbox.take():
                     if isinstance(event, Delta):
-                        texts.setdefault(event.channel, []).append(event.text)
+                        deltas.append(event)
                     elif isinstance(event, Finished):
                         line.end(event.reason, event.tokens)
-                        return json_response(answer.whole({k: "".join(v) for k, v in texts.items()}, event))
+                        return json_response(answer.whole(deltas, event))
                     elif isinstance(event, Failed):
                         line.end(f"failed: {failure(event.error)}")
                         raise failure(event.error)

@@ -2,25 +2,46 @@
 
 What is sent never has to be taken back. A character waits for its last byte, a possible beginning of a stop string
 for the text that decides it. The deltas of a channel, joined, are the text up to the earliest occurrence of any stop
-string, however the tokens cut it.
+string, however the tokens cut it. A token's log-probabilities go out once, with the text that the token begins in.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds4.model.tokenizer import END_THINK, StreamDecoder, Tokenizer
+from ds4.server.request import ServedToken
 
 CONTENT, REASONING = "content", "reasoning"
+GOING_ON = frozenset([b"", *(bytes([b]) for b in range(0x80, 0xC0))])  # bytes that begin no character, or none at all
+
+
+@dataclass(frozen=True)
+class Told:
+    """A token and its log-probabilities, the model's own.
+
+    Attributes:
+        offset: characters of its channel before the one that the token begins in.
+        top: (id, log-probability) of the likeliest, largest first.
+    """
+
+    token: int
+    offset: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of one channel, never empty."""
+    """A piece of one channel: some text, and where they were asked for the log-probabilities of tokens that begin in
+    it. Without text only at the end, for tokens that have none.
+    """
 
     channel: str
     text: str
+    told: tuple[Told, ...] = ()
 
 
 class StopFilter:
@@ -89,10 +110,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, in_reasoning: bool, stops: Sequence[str]) -> None:
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder, self._tokenizer = StreamDecoder(tokenizer), tokenizer
         self._end_think = tokenizer.special_id(END_THINK) if tokenizer.has_special(END_THINK) else -1
         self._in_reasoning = in_reasoning
         self._filter = StopFilter(stops)
+        self._decoded = self._sent = 0  # characters of the channel
+        self._untold: deque[Told] = deque()
         self.tokens = 0
         self.reasoning_tokens = 0
 
@@ -101,27 +124,48 @@ class TextStream:
         """A stop string was met: the answer is complete."""
         return self._filter.stopped
 
-    def push(self, token: int) -> list[Delta]:
-        """Deltas that became certain with this token."""
+    def push(self, token: int, drawn: ServedToken | None = None) -> list[Delta]:
+        """Deltas that became certain with this token. `drawn`: it with its log-probabilities, to be told.
+
+        The token that ends the reasoning has no text and is told in neither channel. Of the tokens of a stop string
+        those are told that begin in text before it.
+        """
         self.tokens += 1
-        if not self._in_reasoning:
-            return self._content(self._decoder.push(token))
-        self.reasoning_tokens += 1
-        if token == self._end_think:
-            self._in_reasoning = False
-            return _delta(REASONING, self._decoder.flush())
-        return _delta(REASONING, self._decoder.push(token))
+        self.reasoning_tokens += self._in_reasoning
+        if self._in_reasoning and token == self._end_think:
+            rest = self._reasoning(self._decoder.flush(), end=True)
+            self._in_reasoning, self._decoded, self._sent = False, 0, 0
+            return rest
+        # a first byte that goes on with no character ends the one before, whole or not: the token begins after it
+        text = "" if self._tokenizer.token_bytes(token)[:1] in GOING_ON else self._decoder.flush()
+        if drawn is not None:
+            self._untold.append(Told(token, self._decoded + len(text), drawn.logprob, drawn.top))
+        text += self._decoder.push(token)
+        return self._reasoning(text) if self._in_reasoning else self._content(text)
 
     def finish(self) -> list[Delta]:
         """Deltas that the end of the answer decides; `stopped` may become true here."""
         rest = self._decoder.flush()
         if self._in_reasoning:
-            return _delta(REASONING, rest)
-        return self._content(rest) + _delta(CONTENT, self._filter.flush() if not self.stopped else "")
+            return self._reasoning(rest, end=True)
+        deltas = self._content(rest)
+        if self.stopped:
+            return deltas
+        rest = self._filter.flush()
+        return deltas + self._delta(CONTENT, rest, end=not self.stopped)
+
+    def _reasoning(self, text: str, *, end: bool = False) -> list[Delta]:
+        self._decoded += len(text)
+        return self._delta(REASONING, text, end=end)
 
     def _content(self, text: str) -> list[Delta]:
-        return _delta(CONTENT, self._filter.push(text))
+        self._decoded += len(text)
+        return self._delta(CONTENT, self._filter.push(text))
 
-
-def _delta(channel: str, text: str) -> list[Delta]:
-    return [Delta(channel, text)] if text else []
+    def _delta(self, channel: str, text: str, *, end: bool = False) -> list[Delta]:
+        """`end`: no more text of this channel comes, so tokens without any are told too."""
+        self._sent += len(text)
+        told = []
+        while self._untold and (end or self._untold[0].offset < self._sent):
+            told.append(self._untold.popleft())
+        return [Delta(channel, text, tuple(told))] if text or told else []

@@ -10,8 +10,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from ds4.engine import Cancelled, Sampling
+from ds4.engine.sampling import Penalties
 from ds4.errors import DeviceError, Ds4Error
 from ds4.server.errors import overloaded, stopping
 from ds4.server.outbox import Event, Failed, Finished, Outbox, Started
@@ -38,11 +40,14 @@ def warm_up(engine: ServedEngine) -> None:
     Raises:
         Ds4Error: it does not work.
     """
-    session = engine.session()
-    most = engine.config.max_position_embeddings - WARM_DRAWS
-    session.sync([engine.config.bos_token_id] * max(1, min(WARM_TOKENS, most)), cancelled=lambda: False)
-    for _ in range(WARM_DRAWS):
-        session.next(Sampling(temperature=1.0, top_p=0.9, seeded=False))  # this way all kernels of drafts run
+    session, bos = engine.session(), engine.config.bos_token_id
+    most = engine.config.max_position_embeddings - 2 * WARM_DRAWS
+    session.sync([bos] * max(1, min(WARM_TOKENS, most)), cancelled=lambda: False)
+    plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)  # this way all kernels of drafts run
+    penalties = Penalties(presence=0.1, logit_bias=((bos, 0.1),))
+    for sampling in (plain, replace(plain, penalties=penalties, top=1)):
+        for _ in range(WARM_DRAWS):
+            session.next(sampling)
 
 
 class _Stopped(Exception):
@@ -233,7 +238,7 @@ class Worker:
             if token == engine.config.eos_token_id or token in g.ends:
                 reason = "stop"
                 break
-            for delta in text.push(token):
+            for delta in text.push(token, session.last if g.logprobs else None):
                 put(delta)
             if text.stopped:
                 break

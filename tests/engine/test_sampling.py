@@ -36,7 +36,10 @@ def test_ranges_of_sampling(field: str, param: str, bad: tuple[object, ...], goo
         ("presence", "presence_penalty", (-2.1, 2.1, math.nan, True), (-2, 2.0)),
         ("frequency", "frequency_penalty", (-2.1, 2.1, "1"), (-2, 2.0)),
         ("repetition", "repetition_penalty", (0, 0.0, 10.5, math.inf), (0.1, 10)),
-        ("logit_bias", "logit_bias", (((-1, 1.0),), ((0, 100.5),), ((0, math.nan),), ((2**31, 1.0),)), (((7, -100.0),),)),
+        (
+            "logit_bias", "logit_bias",
+            (((-1, 1.0),), ((0, 100.5),), ((0, math.nan),), ((2**31, 1.0),)), ((), ((7, -100.0),)),
+        ),
     ],
 )  # fmt: skip
 def test_ranges_of_penalties(field: str, param: str, bad: tuple[object, ...], good: tuple[object, ...]) -> None:

@@ -17,7 +17,7 @@ import openai
 
 from ds4.engine import Cancelled, Sampling
 from ds4.model import tokenizer as names
-from ds4.model.tokenizer import CONTROL, NORMAL, Tokenizer
+from ds4.model.tokenizer import CONTROL, NORMAL, UNUSED, Tokenizer
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import listen, make_server
@@ -30,16 +30,16 @@ FIRST_BYTE = len(ADDED)
 BOS, EOS = 0, 1
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A token a byte: every character outside ASCII is cut in the middle."""
+def tokenizer_of(pieces: Sequence[bytes]) -> Tokenizer:
+    """A token a piece, from FIRST_BYTE on; none is made of others."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in plain]
     alphabet = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
-    types = [CONTROL] * FIRST_BYTE + [NORMAL] * 256
-    return Tokenizer.from_parts([*ADDED, *(alphabet[b] for b in range(256))], [], types)
+    types = [CONTROL] * FIRST_BYTE + [NORMAL if piece else UNUSED for piece in pieces]
+    return Tokenizer.from_parts([*ADDED, *("".join(alphabet[b] for b in p) or "[none]" for p in pieces)], [], types)
 
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = tokenizer_of([bytes([b]) for b in range(256)])  # every character outside ASCII is cut in the middle
 
 
 def ids_of(text: str) -> list[int]:
@@ -54,12 +54,26 @@ class StandInConfig:
     eos_token_id: int = EOS
 
 
+@dataclass(frozen=True)
+class StandInToken:
+    """A drawn token's log-probability, and those of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def told(index: int, token: int, top: int) -> StandInToken:
+    """What the model says of token `index` of its script: the likeliest are it and the ids after it."""
+    likeliest = [(token + j) % TOKENIZER.vocab_size for j in range(top)]
+    return StandInToken(-0.25 * (index + 1), tuple((t, -0.25 * (index + 1) - j) for j, t in enumerate(likeliest)))
+
+
 @dataclass
 class StandIn:
     """An engine whose answer is `script`, for ever repeated if `endless`.
 
     `before_chunk` and `before_token` are called in the device thread with the number of the chunk or token: tests
-    block there, or fail.
+    block there, or fail. `told(i, token, top)` says what is told of the token.
     """
 
     script: Sequence[int] = ()
@@ -67,6 +81,7 @@ class StandIn:
     config: StandInConfig = StandInConfig()
     before_chunk: Callable[[int], None] = lambda i: None
     before_token: Callable[[int], None] = lambda i: None
+    told: Callable[[int, int, int], StandInToken] = told
     name: str = "stand-in"
     tokenizer: Tokenizer = TOKENIZER
     closed: bool = False
@@ -86,6 +101,7 @@ class StandIn:
 class StandInSession:
     def __init__(self, engine: StandIn) -> None:
         self.engine, self.drawn = engine, 0
+        self.last: StandInToken | None = None
 
     def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> None:
         for chunk in range(0, len(tokens), 64):
@@ -99,7 +115,10 @@ class StandInSession:
         self.engine.samplings.append(sampling)
         self.drawn += 1
         script = self.engine.script
-        return script[(self.drawn - 1) % len(script)] if self.engine.endless else [*script, EOS][self.drawn - 1]
+        i = self.drawn - 1
+        token = script[i % len(script)] if self.engine.endless else [*script, EOS][i]
+        self.last = self.engine.told(i, token, sampling.top)
+        return token
 
     def report(self) -> dict[str, object]:
         return {"rounds": self.drawn}

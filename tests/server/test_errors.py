@@ -22,7 +22,7 @@ from ds4.server.openai import read_chat, read_completion
 from ds4.server.outbox import Failed, Outbox
 from ds4.server.request import Generation, Limits
 from ds4.server.worker import Job, Worker
-from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of, serve, until
+from tests.server.standin import TOKENIZER, Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = Limits(body_bytes=20_000)
@@ -102,6 +102,37 @@ CHAT_WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"reasoning_effort": 0}, "reasoning_effort"),
     ({"reasoning_effort": True}, "reasoning_effort"),
     ({"thinking": "yes"}, "thinking"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
+    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ({"chat_template_kwargs": {"reasoning_effort": "somewhat"}}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"thinking": True, "enable_thinking": False}}, "thinking"),
+    ({"chat_template_kwargs": {"thinking": True}, "thinking": {"type": "disabled"}}, "thinking"),
+    ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+]
+PENALTIES_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": "1"}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": True}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": [1]}, "repetition_penalty"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logit_bias": {str(TOKENIZER.vocab_size): 1}}, "logit_bias"),
+    *(
+        ({"logit_bias": {name: 1}}, "logit_bias")
+        for name in ("", "the", "-1", "05", "1.0", " 5", "\u0665", "9" * 5000)
+    ),
 ]
 
 
@@ -114,20 +145,22 @@ def test_wrong_chat_fields_are_named(server: Served, fields: dict[str, Any], par
         check(response, 400, param)
 
 
+@pytest.mark.parametrize(("fields", "param"), PENALTIES_WRONG)
+def test_wrong_penalties_are_named_by_both(server: Served, fields: dict[str, Any], param: str) -> None:
+    for path, prompt in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "hi"})):
+        said = check(server.post(path, prompt | fields), 400, param)
+        assert said.startswith("logit_bias" if param.startswith("logit_bias") else f"{param} ") and len(said) < 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ],
 )
 def test_what_is_not_supported_says_so(server: Served, fields: dict[str, Any], param: str) -> None:
@@ -140,11 +173,16 @@ def test_what_is_not_supported_says_so(server: Served, fields: dict[str, Any], p
 def test_what_one_of_the_two_does_not_support(server: Served) -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     check(server.post(CHAT, {"messages": [image]}), 400, "messages", "unsupported_parameter")
+    unknown = server.chat(chat_template_kwargs={"custom": 1})
+    check(unknown, 400, "chat_template_kwargs.custom", "unsupported_parameter")
     refused = {
-        "logprobs": 0, "best_of": 2, "echo": True, "suffix": "x", "thinking": True, "reasoning_effort": "high",
+        "best_of": 2, "echo": True, "suffix": "x", "thinking": True, "reasoning_effort": "high", "top_logprobs": 2,
+        "chat_template_kwargs": {"thinking": True},
     }  # fmt: skip
     for name, value in refused.items():
         check(server.post(COMPLETIONS, {"prompt": "hi", name: value}), 400, name, "unsupported_parameter")
+    for logprobs in (True, "3", 1.5, -1, 21):
+        check(server.post(COMPLETIONS, {"prompt": "hi", "logprobs": logprobs}), 400, "logprobs")
 
 
 def test_an_answer_may_be_asked_for_by_either_name() -> None:
@@ -272,16 +310,21 @@ def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
         names = [
             "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop",
             "stream", "stream_options", "logprobs", "top_logprobs", "tools", "response_format", "logit_bias",
-            "presence_penalty", "frequency_penalty", "model", "reasoning_effort", "thinking", "user", "metadata",
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "model", "reasoning_effort", "thinking",
+            "chat_template_kwargs", "user", "metadata",
         ]  # fmt: skip
         response = server.chat(
             "hi", **dict.fromkeys(names), some_new_field={"a": [1]}, store=True, tool_choice="auto"
         )
         assert response.json()["choices"][0]["message"]["content"] == "ok"
-        same = server.chat(n=1, stop=[], logit_bias={}, tools=[], logprobs=False, presence_penalty=0.0, top_k=-1)
+        same = server.chat(
+            n=1, stop=[], logit_bias={}, tools=[], logprobs=False, presence_penalty=0.0, top_k=-1, top_logprobs=0,
+            chat_template_kwargs={"custom": None},
+        )  # fmt: skip
         assert same.status_code == 200
         nothing = {"best_of": 1, "echo": False, "suffix": "", "thinking": {"type": "disabled"}, "tools": [],
-                   "reasoning_effort": "none", "response_format": {"type": "text"}, "top_logprobs": 0}  # fmt: skip
+                   "reasoning_effort": "none", "response_format": {"type": "text"}, "top_logprobs": 0,
+                   "logprobs": False, "chat_template_kwargs": {}}  # fmt: skip
         assert server.post(COMPLETIONS, {"prompt": "x", **nothing}).status_code == 200
 
 
@@ -340,12 +383,12 @@ def test_statuses() -> None:
 
 KEYS = (
     "role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "name", "arguments", "id",
-    "reasoning_content", "task", "include_usage",
+    "reasoning_content", "task", "include_usage", "thinking", "5",
 )  # fmt: skip
 NAMES = (
     "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "n", "stop", "stream",
     "stream_options", "logprobs", "tools", "response_format", "logit_bias", "model", "reasoning_effort", "thinking",
-    "prompt", "messages", "echo",
+    "prompt", "messages", "echo", "top_logprobs", "chat_template_kwargs", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
 LEAVES = (
     st.none()

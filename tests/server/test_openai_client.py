@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from ds4.engine.sampling import Penalties
 from ds4.model import tokenizer as names
 from tests.server.standin import BOS, TOKENIZER, Served, StandIn, StandInConfig, ids_of, serve
 
@@ -141,6 +142,25 @@ def test_sampling_settings_arrive(server: Served) -> None:
     assert server.engine.samplings[-1].seed != t.seed
 
 
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_penalties_arrive(server: Served, api: str) -> None:
+    client = server.client()
+
+    def ask(**settings: Any) -> Penalties:
+        if api == "chat":
+            client.chat.completions.create(model="any", messages=QUESTION, max_tokens=1, **settings)
+        else:
+            client.completions.create(model="any", prompt="Ping?", max_tokens=1, **settings)
+        return server.engine.samplings[-1].penalties
+
+    given = ask(
+        presence_penalty=0.5, frequency_penalty=-0.25, logit_bias={"5": -100, "17": 2.5, "0": 0},
+        extra_body={"repetition_penalty": 1.1},
+    )  # fmt: skip
+    assert given == Penalties(0.5, -0.25, 1.1, ((5, -100.0), (17, 2.5)))  # a bias of 0 is none
+    assert ask().neutral and ask(presence_penalty=0, frequency_penalty=0, logit_bias={}).neutral
+
+
 def test_errors_become_the_clients_exceptions(server: Served) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError) as e:
@@ -181,6 +201,16 @@ def test_thinking() -> None:
         deltas = [c.choices[0].delta for c in chunks]
         assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "I stop to think \u00e9"
         assert "".join(d.content or "" for d in deltas) == "42 stop"
+        think = server.engine.tokenizer.special_id("<think>")
+        for kwargs, thinks in (
+            ({"thinking": True}, True), ({"enable_thinking": True}, True), ({"reasoning_effort": 5}, True),
+            ({"thinking": False, "enable_thinking": False}, False), ({"reasoning_effort": "none"}, False),
+            ({}, False),
+        ):  # fmt: skip
+            client.chat.completions.create(
+                model="any", messages=QUESTION, extra_body={"chat_template_kwargs": kwargs}
+            )
+            assert (server.engine.prompts[-1][-1] == think) == thinks
         off = client.chat.completions.create(model="any", messages=QUESTION, reasoning_effort="none")
         assert (
             off.choices[0].message.content == "I stop to think \u00e9</think>42 stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,8 +158,12 @@ def test_chat_with_a_stop_string(stream: bool) -> None:
 def test_chat_with_reasoning() -> None:
     with serve(StandIn(ids_of("hm</think>42"))) as server:
         client = server.client()
-        create = lambda **kw: client.chat.completions.create(  # noqa: E731
-            model="any", messages=QUESTION, logprobs=True, reasoning_effort="high", **kw
+        create = partial(
+            client.chat.completions.create,
+            model="any",
+            messages=QUESTION,
+            logprobs=True,
+            reasoning_effort="high",
         )
         whole = create().choices[0].logprobs
         parts = [c.choices[0].logprobs for c in create(stream=True) if c.choices[0].logprobs]

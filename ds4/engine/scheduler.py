@@ -13,7 +13,9 @@ its argmax, the best length at temperature 0. And draft j is judged by confidenc
 computes before draft j is drawn (confidence j sees draft j - 1): above temperature 0 a rule that looked further would
 keep or drop a draft by what was drawn, and change the distribution of the output.
 
-Everything that outlives a round (costs, rho, whether to draft at all) is settled before the next one begins.
+Everything that outlives a round (costs, rho, whether to draft at all) is settled before the next one begins. What
+outlives a request too is a `DraftLedger`: whether drafting pays is more the device's and the model's doing than one
+text's, and an attempt costs tokens that a short answer cannot earn back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds4.engine.costs import CostFit, RoundCosts
@@ -29,8 +32,8 @@ from ds4.errors import DeviceError, Ds4Error
 CALIBRATION_PRIOR = 4.0  # promised hits, all kept, that rho starts from: one early miss must not end drafting
 ONE_ROW_EVERY = 128  # rounds of several rows: then plain decode is timed again, at under 1 % of what drafting gains
 LOSS_LIMIT = 8.0  # plain tokens behind its own best moment at which drafting stops
-LOSS_SHARE = 0.02  # of a pause that the loss before it may be: what failed attempts cost in the long run
-MOST_DOUBLINGS = 4  # of the pause, by attempts that fail in a row
+LOSS_SHARE = 0.01  # of a pause that the loss before it may be: what failed attempts cost in the long run
+MOST_DOUBLINGS = 3  # of the pause, by attempts that fail in a row
 ROWS_AHEAD = 32  # last rounds of a pause whose rows the draft head gets: drafts need some context, a pause is long
 
 
@@ -128,38 +131,80 @@ class FixedDrafts:
         pass
 
 
+@dataclass
+class DraftLedger:
+    """What drafting lost against plain decode, in plain tokens, and how long plain decode makes up for it.
+
+    Requests of one model on one device share it: a stretch may end, and a pause may pass, in a later request than the
+    one that it began in.
+
+    Attributes:
+        loss: behind the best moment of this stretch.   rounds: of this stretch, in which drafts were drawn.
+        unpriced: (verified, accepted) of rounds whose costs were not known yet.
+        pause: plain rounds until the next stretch; 0: drafting goes on.   last_pause: as it was at its start.
+        failures: stretches in a row that were shorter than the pause before them.
+    """
+
+    loss: float = 0.0
+    rounds: int = 0
+    unpriced: list[tuple[int, int]] = field(default_factory=list)
+    pause: int = 0
+    last_pause: int = 0
+    failures: int = 0
+
+    def price(self, costs: RoundCosts) -> None:
+        """Count the rounds that came since costs were last known."""
+        for k, accepted in self.unpriced:
+            self.loss = max(0.0, self.loss + costs.drafted_s(k) / costs.plain_s - (1 + accepted))
+        self.unpriced.clear()
+
+    def stop(self) -> None:
+        """End the stretch: plain decode runs until the loss is LOSS_SHARE of it."""
+        failed = self.rounds <= self.last_pause
+        self.failures = min(self.failures + 1, MOST_DOUBLINGS) if failed else 0
+        self.pause = self.last_pause = math.ceil(max(1.0, self.loss) / LOSS_SHARE) << self.failures
+
+    def plain_round(self) -> bool:
+        """A round of the pause went by; whether it was the last, and a stretch begins."""
+        self.pause -= 1
+        if self.pause:
+            return False
+        self.loss, self.rounds = 0.0, 0
+        self.unpriced.clear()
+        return True
+
+
 class Scheduler:
     """Fits what rounds cost and yield on this device and text, and chooses by it.
 
-    A stretch of drafting opens with rounds that verify the longest block, until one was timed, and a plain step,
-    unless one was timed before: with these the costs are known. It ends when it is LOSS_LIMIT plain tokens behind its
-    best moment, counted in tokens that really came and in fitted costs, or at once if even a block that is accepted
-    whole would lose. Then plain decode runs for as long as makes that loss a share of LOSS_SHARE, twice as long after
-    each stretch that was shorter than the pause before it. The next stretch opens and calibrates anew.
+    A stretch of drafting opens, and goes on in a new request, with rounds that verify the longest block, until one
+    was timed, and a plain step, unless one was timed before: with these the costs are known. It ends when it is
+    LOSS_LIMIT plain tokens behind its best moment, counted in tokens that really came and in fitted costs, or at
+    once if even a block that is accepted whole would lose. Then plain decode runs for as long as makes that loss a
+    share of LOSS_SHARE, twice as long after each stretch that was shorter than the pause before it. The next
+    stretch opens and calibrates anew.
 
     Args:
         clock: seconds that only rise. Read when a round begins, is drawn and ends; nothing else may be timed between.
+        ledger: of the requests before this one; None: there were none.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, ledger: DraftLedger | None = None) -> None:
         self._clock = clock
+        self._ledger = DraftLedger() if ledger is None else ledger
         self._fit = CostFit()
         self._costs: RoundCosts | None = None
         self._planned: int | None = None  # drafts of the round that is running; None: no round is
         self._verified: int | None = None
         self._began_s = self._drawn_s = 0.0
         self._first: float | None = None  # sigmoid of this round's first confidence; None: no draft was drawn
-        self._pause = self._last_pause = 0  # plain rounds until the next stretch; as they were at its start
-        self._failures = 0
         self._new_stretch()
 
     def _new_stretch(self) -> None:
         self._fit.forget_drafting()
         self._costs = None
         self._hits = self._promised = 0.0
-        self._rounds = self._longest = self._since_one_row = 0
-        self._loss = 0.0
-        self._unpriced: list[tuple[int, int]] = []  # (verified, accepted) of rounds before the costs were known
+        self._longest = self._since_one_row = 0
 
     @property
     def costs(self) -> RoundCosts | None:
@@ -174,12 +219,12 @@ class Scheduler:
     @property
     def quenched(self) -> bool:
         """Whether drafting is paused because it lost to plain decode."""
-        return self._pause > 0
+        return self._ledger.pause > 0
 
     @property
     def follows(self) -> bool:
         """DraftPolicy.follows."""
-        return self._pause <= ROWS_AHEAD
+        return self._ledger.pause <= ROWS_AHEAD
 
     def begin(self, most: int) -> int:
         """DraftPolicy.begin."""
@@ -247,11 +292,9 @@ class Scheduler:
         if planned:
             self._longest = max(self._longest, planned)
             self._learn(k, accepted, first_hit)
-        elif self._pause:
-            self._pause -= 1
-            if not self._pause:
-                self._new_stretch()
-                return
+        elif self.quenched and self._ledger.plain_round():
+            self._new_stretch()
+            return
         if not self.quenched:
             self._costs = self._fit.costs()
             self._weigh()
@@ -261,23 +304,19 @@ class Scheduler:
         if hit is not None and self._first is not None:
             self._hits += hit
             self._promised += self._first
-        self._rounds += 1
-        self._unpriced.append((k, accepted))
+        self._ledger.rounds += 1
+        self._ledger.unpriced.append((k, accepted))
 
     def _weigh(self) -> None:
         """Count what drafting lost against plain decode since its best moment, and stop it at the limit."""
         costs = self._costs
         if costs is None:
             return
-        for k, accepted in self._unpriced:
-            self._loss = max(0.0, self._loss + costs.drafted_s(k) / costs.plain_s - (1 + accepted))
-        self._unpriced.clear()
+        self._ledger.price(costs)
         n = self._longest
         hopeless = costs.drafted_s(n) >= (1 + n) * costs.plain_s
-        if hopeless or self._loss > LOSS_LIMIT:
-            failed = self._rounds <= self._last_pause
-            self._failures = min(self._failures + 1, MOST_DOUBLINGS) if failed else 0
-            self._pause = self._last_pause = math.ceil(max(1.0, self._loss) / LOSS_SHARE) << self._failures
+        if hopeless or self._ledger.loss > LOSS_LIMIT:
+            self._ledger.stop()
 
 
 def _sigmoid(x: float) -> float:

@@ -17,6 +17,7 @@ from ds4.engine.scheduler import (
     LOSS_SHARE,
     ONE_ROW_EVERY,
     ROWS_AHEAD,
+    DraftLedger,
     FixedDrafts,
     Scheduler,
     most_drafts,
@@ -189,9 +190,11 @@ def test_a_device_bound_by_arithmetic_is_seen_at_once(chance: float) -> None:
     bench = Bench(ARITHMETIC)
     bench.round([logit(chance)] * 5, [False] * 5, warm_up=True)
     bench.text(1000, chance)
+    assert bench.tokens * ARITHMETIC.plain_s / bench.clock.now > 0.97
+    bench.text(2500, chance)
+    assert bench.tokens * ARITHMETIC.plain_s / bench.clock.now > 0.98
     drafted = [i for i, (planned, _) in enumerate(bench.rounds) if planned]
     assert drafted[:2] == [0, 1] and drafted[2] > 100
-    assert bench.tokens * ARITHMETIC.plain_s / bench.clock.now > 0.97
 
 
 def test_a_loss_is_bounded_where_drafts_are_wrong() -> None:
@@ -353,3 +356,62 @@ def test_fixed_lengths() -> None:
         bench.round([0.0] * 2, [True] * 2)
         assert bench.rounds[-1] == (min(n, 2), min(n, 2))
         assert [bench.policy.extend([0.0] * i) for i in range(1, 6)] == [i <= n for i in range(1, 6)]
+
+
+# -- from one request to the next
+
+
+def requests(costs: RoundCosts, n_tokens: int, n_requests: int, chance: float, ledger: DraftLedger | None) -> float:
+    """Plain decode's time over that of `n_requests` answers of `n_tokens`, each by a scheduler of its own."""
+    taken = tokens = 0.0
+    for i in range(n_requests):
+        bench = Bench(costs)
+        bench.policy = Scheduler(bench.clock, ledger)
+        rng = random.Random(i)
+        while bench.tokens < n_tokens:
+            hits = [rng.random() < chance for _ in range(5)]
+            bench.round([logit(chance)] * 5, hits, most=most_drafts(5, n_tokens - bench.tokens, 1000))
+        taken, tokens = taken + bench.clock.now, tokens + bench.tokens
+    return tokens * costs.plain_s / taken
+
+
+@pytest.mark.parametrize("n_tokens", [3, 20, 60])
+def test_short_requests_lose_no_more_than_a_long_one(n_tokens: int) -> None:
+    """Each would pay an opening that it cannot earn back; with a ledger all of them pay one in a while."""
+    n = 4000 // n_tokens
+    assert requests(ARITHMETIC, n_tokens, n, 0.5, DraftLedger()) > 0.98
+    assert requests(ARITHMETIC, n_tokens, n, 0.5, None) < 0.95
+
+
+def test_a_stretch_goes_on_in_the_next_request() -> None:
+    """A request that ends before LOSS_LIMIT, or before its costs are known, still counts."""
+    for n_tokens in (2, 4):
+        ledger, drafted = DraftLedger(), []
+        for _ in range(60):
+            bench = Bench(BYTES)
+            bench.policy = Scheduler(bench.clock, ledger)
+            while bench.tokens < n_tokens:
+                bench.round([SURE] * 5, [False] * 5)
+            drafted.append(any(planned for planned, _ in bench.rounds))
+        quenched_at = drafted.index(False)
+        assert LOSS_LIMIT / 4 < quenched_at < 3 * LOSS_LIMIT
+        assert not any(drafted[quenched_at:]) and ledger.pause > 0
+
+
+def test_a_pause_runs_out_in_a_later_request() -> None:
+    ledger = DraftLedger()
+    requests(BYTES, 100, 1, 0.02, ledger)
+    left = ledger.pause
+    assert left > 100
+    requests(BYTES, 100, 1, 0.9, ledger)
+    assert ledger.pause == left - 100
+    requests(BYTES, 100, left // 100 - 1, 0.9, ledger)
+    assert 0 < ledger.pause < 100
+    assert requests(BYTES, 400, 4, 0.9, ledger) > 1.5
+    assert ledger.pause == 0
+
+
+def test_where_drafting_pays_a_request_is_as_fast_with_a_ledger() -> None:
+    assert requests(BYTES, 100, 20, 0.9, DraftLedger()) == pytest.approx(
+        requests(BYTES, 100, 20, 0.9, None), rel=1e-9
+    )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4.model.tokenizer import THINK
+from ds4.model.tokenizer import END_THINK, THINK
 from ds4.server.logprobs import LEAST, chat_entries, completion_lists, shown
 from ds4.server.outbox import LOGPROB_CHARS, Failed, Outbox
 from ds4.server.stream import CONTENT, REASONING, Delta, TextStream, Told
@@ -68,6 +68,8 @@ def test_tokens_of_a_stop_string() -> None:
     deltas, _ = streamed([b"a", b"b", b"c", b"x"], ["abcd"])  # held back for nothing
     assert [(d.text, [t.offset for t in d.told]) for d in deltas] == [("abcx", [0, 1, 2, 3])]
     assert streamed([b"stop"], ["stop"])[0] == []
+    deltas, _ = streamed([b"a", b"b", b"c"], ["abcd", "c"])  # the end decides
+    assert [(d.text, [t.offset for t in d.told]) for d in deltas] == [("ab", [0, 1])]
 
 
 def test_tokens_without_text_and_broken_characters() -> None:
@@ -91,6 +93,17 @@ def test_reasoning_is_told_in_its_own_channel() -> None:
     h, e, i = (ids_of(c)[0] for c in "hei")
     assert got == [(REASONING, "h", [(h, 0)]), (REASONING, "e", [(e, 1)]),
                    (CONTENT, "h", [(h, 0)]), (CONTENT, "i", [(i, 1)])]  # fmt: skip
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_reasoning_that_ends_in_a_token_without_text(ended: bool) -> None:
+    """By `</think>`, or with the answer."""
+    tokens = tokenizer_of([b"a", b""])
+    stream = TextStream(tokens, in_reasoning=True, stops=[])
+    ids = [FIRST_BYTE, FIRST_BYTE + 1, *([tokens.special_id(END_THINK), FIRST_BYTE] if ended else [])]
+    deltas = [d for i in ids for d in stream.push(i, StandInToken(-1.0, ()))] + stream.finish()
+    got = [(d.channel, d.text, [t.offset for t in d.told]) for d in deltas]
+    assert got == [(REASONING, "a", [0]), (REASONING, "", [1]), *([(CONTENT, "a", [0])] if ended else [])]
 
 
 def test_a_token_is_shown_as_text_or_as_bytes() -> None:
@@ -204,11 +217,22 @@ def test_what_cannot_come_is_told_as_a_number() -> None:
 
 
 def test_nothing_is_told_unless_asked_for() -> None:
-    def fail(*_: object) -> StandInToken:
-        return StandInToken(math.nan, ())
+    class Unread:
+        @property
+        def logprob(self) -> float:
+            raise AssertionError("nobody asked")
 
-    with serve(StandIn(ids_of("abc"), told=fail)) as server:
-        assert server.chat().json()["choices"][0]["logprobs"] is None
+    unread: Any = Unread()
+    with serve(StandIn(ids_of("abc"), told=lambda *_: unread)) as server:
+        choice = server.chat().json()["choices"][0]
+        assert choice["logprobs"] is None and choice["message"]["content"] == "abc"
+
+
+def test_an_answer_without_a_token_has_empty_lists() -> None:
+    with serve(StandIn()) as server:
+        assert server.chat(logprobs=True).json()["choices"][0]["logprobs"] == {"content": [], "refusal": None}
+        choice = server.post("/v1/completions", {"prompt": "x", "logprobs": 2}).json()["choices"][0]
+    assert choice["logprobs"] == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def test_waiting_log_probabilities_count_against_a_slow_reader() -> None:

@@ -19,6 +19,7 @@ from ds4.engine.ops.sample import (
 )
 from ds4.engine.sampling import Penalties, Sampling
 from tests import reference_sampling as reference
+from tests.cuda.test_accept_distribution import FAIL, PASS, Rows, exact, head, p_value, target
 
 FAST = pytest.mark.parametrize("device", ["fast"], indirect=True)
 MARGIN = 1e-4  # scores are of the order of 10: float32 keeps them to 1e-6, log and exp to a few of its last places
@@ -113,3 +114,30 @@ def test_the_released_vocabulary(device: Device) -> None:
     logits[1, ::2] = -np.inf
     s = Sampling(1.1, top_k=300, top_p=0.95, seed=2**33 + 3, penalties=PENALTIES)
     assert check(device, logits, s, 0, first=262_143) == 2
+
+
+@FAST
+def test_drafts_of_a_penalised_text_give_its_distribution(device: Device) -> None:
+    """20,000 draws: head and target both see the penalties, and drafts are judged by the rows that they came from."""
+    s = Sampling(0.9, top_p=0.95, penalties=Penalties(0.8, 0.5, 1.4, ((2, 1.5), (7, -2.0))))
+    prompt, answer = [0, 4, 9], [1, 1, 1, 4, 10]
+
+    def penalised(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        V = len(logits)
+        seen, out = device.zeros((V,), "u32"), device.empty((1, V), "f32")
+        count_tokens(device, seen, device.upload(np.array(prompt, np.int32)), prompt=True)
+        count_tokens(device, seen, device.upload(np.array(answer, np.int32)))
+        values, bias = device.upload(pack_penalties(s.penalties)), device.upload(pack_bias(s.penalties, V))
+        penalize(device, out, device.upload(logits[None]), seen, values, 1, bias=bias)
+        return np.asarray(device.download(out)[0])
+
+    cut = (s.top_k, s.top_p, s.min_p)
+    rows = Rows(device, s.temperature, cut)
+    p = exact(reference.penalised(target().astype(float), s, prompt, answer).astype(np.float32), s.temperature, cut)
+    q = exact(reference.penalised(head().astype(float), s, prompt, answer).astype(np.float32), s.temperature, cut)
+    drafts = rows.draw(penalised(head()), DRAFT_STREAM)
+    tokens = rows.judge(penalised(target()), drafts, penalised(head()))
+    assert p_value(drafts, q) > PASS and p_value(tokens, p) > PASS
+    assert p_value(tokens, exact(target(), s.temperature, cut)) < FAIL  # what no penalties would give
+    broken = rows.judge(penalised(target()), drafts, head())  # q is not what drafts were drawn from
+    assert p_value(broken, p) < FAIL

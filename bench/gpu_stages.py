@@ -27,7 +27,12 @@ TESTS: dict[str, tuple[tuple[str, ...], float]] = {
     "bits": (("tests/engine/test_bits.py", "tests/engine/test_session.py"), 75),
     "teacher": (("tests/engine/test_against_teacher.py",), 60),
 }
-HOST_ONLY = ("test_compile.py", "test_traffic_weights.py", "test_traffic_caches.py")  # compile for others; count
+HOST_ONLY = (
+    "test_compile.py",
+    "test_traffic_weights.py",
+    "test_traffic_caches.py",
+    "test_reads_once.py",
+)  # compile for others; count
 TOKENS_SECONDS = 60.0
 IMPORT = re.compile(r"^(?:import|from) (\w+)", re.M)
 HERE = ("ds4", "tests", "rulers", "solvers")

@@ -6,6 +6,7 @@ made from the whole matrix. Experts are whole, six of them, each picked once: wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from watched import Seen, Watched
 
-from ds4.base.plan import plan
+from ds4.base.plan import PlannedTensor, plan
 from ds4.device import Buffer, Device
 from ds4.device.kernels.linear import PREFILL, STEP, split_of
 from ds4.engine.ops.attention import attention
@@ -36,12 +37,20 @@ from ds4.model.config import ModelConfig
 
 CONFIG = Path(__file__).resolve().parent.parent / "tests" / "data" / "published" / "config.json"
 SLICE = 512  # rows of a matrix that are launched
-F32_OUT = ("ffn_gate_inp", "indexer.", "attn_compressor_kv", "attn_compressor_gate", "engram_wkv", "output.weight")
+F32_OUT = (
+    "ffn_gate_inp",
+    "indexer.",
+    "attn_compressor_kv",
+    "attn_compressor_gate",
+    "engram_wkv",
+    "output.weight",
+    "markov_head",
+)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of one layer, [N, K] in a storage format; `names` are those that have this shape."""
+    """A stored matrix [N, K]; `names` are those of this shape and format, `count` how often a pass reads one."""
 
     names: str
     format: str
@@ -49,6 +58,8 @@ class Matrix:
     K: int
     groups: int
     out: str  # element type of the product
+    x: str  # of what it is multiplied with
+    count: int
 
 
 def released_config() -> ModelConfig:
@@ -58,21 +69,35 @@ def released_config() -> ModelConfig:
 
 def matrices(config: ModelConfig) -> list[Matrix]:
     """The distinct matrices that a decoded token multiplies with, from the quantizer's own plan."""
-    found: dict[tuple[str, int, int, int, str], list[str]] = {}
-    for t in plan(config):
-        part = t.name.split(".", 2)[-1] if t.name.startswith("blk.") else t.name
-        skip = t.name.startswith(("mtp.", "v.", "engram.", "token_embd")) or "hc_" in t.name or "engram_q" in t.name
-        if skip or len(t.dims) != 2 or t.type_id not in FORMATS or "engram_k.weight" in t.name:
+    others = ("mtp.", "v.", "engram.", "token_embd")
+    return _distinct(config, [t for t in plan(config) if not t.name.startswith(others)])
+
+
+def draft_matrices(config: ModelConfig) -> list[Matrix]:
+    """Those that a round of drafts multiplies with, the backbone's output head too. A stage's `attn_kv` is read for
+    committed rows and for the block's, the Markov head once a draft.
+    """
+    ours = [t for t in plan(config) if t.name.startswith("mtp.") or t.name == "output.weight"]
+    others = ("mtp.markov_embd", "mtp.confidence")
+    return _distinct(config, [t for t in ours if not t.name.startswith(others)])
+
+
+def _distinct(config: ModelConfig, tensors: list[PlannedTensor]) -> list[Matrix]:
+    found: dict[tuple[str, int, int, int, str, str], list[str]] = {}
+    for t in tensors:
+        if "hc_" in t.name or "engram_q" in t.name or "engram_k.weight" in t.name:
+            continue  # read by kernels of their own
+        if len(t.dims) != 2 or t.type_id not in FORMATS:
             continue
         K, N = t.dims
-        groups = config.o_groups if "attn_output_a" in t.name else 1
-        out = "f32" if part.startswith(F32_OUT) else "bf16"
-        key = (FORMATS[t.type_id], N, K, groups, out)
-        names = found.setdefault(key, [])
-        short = part.removesuffix(".weight")
-        if short not in names:
-            names.append(short)
-    return [Matrix(" ".join(names), *key) for key, names in found.items()]
+        short = re.sub(r"^(blk\.\d+|mtp\.\d+|mtp)\.", "", t.name).removesuffix(".weight")
+        groups = config.o_groups if short == "attn_output_a" else 1
+        out = "f32" if f"{short}.weight".startswith(F32_OUT) else "bf16"
+        x = "f32" if short == "markov_head" else "bf16"
+        times = config.dspark_block_size if short == "markov_head" else 1
+        times += t.name.startswith("mtp.") and short == "attn_kv"
+        found.setdefault((FORMATS[t.type_id], N, K, groups, out, x), []).extend([short] * times)
+    return [Matrix(" ".join(dict.fromkeys(names)), *key, len(names)) for key, names in found.items()]
 
 
 def stored(rng: np.random.Generator, format: str, N: int, K: int) -> NDArray[np.uint8]:
@@ -85,8 +110,8 @@ def linear_steps(dev: Watched, m: Matrix, R: int, n_rows: int) -> Seen:
     rng = np.random.default_rng(1)
     N = min(m.N, n_rows)
     w = place_weight(dev, m.format, stored(rng, m.format, N, m.K), N, m.K)
-    y, x = dev.empty((R, N), m.out), dev.zeros((R, m.groups * m.K), "bf16")
-    kernel = STEP[m.format, "bf16", m.out, 1 if R == 1 else 8]
+    y, x = dev.empty((R, N), m.out), dev.zeros((R, m.groups * m.K), m.x)
+    kernel = STEP[m.format, m.x, m.out, 1 if R == 1 else 8]
     dev.launch(kernel, y, w.codes, w.scales, x, R, N, m.K, m.groups, split_of(m.format, m.N, m.K))
     return dev.log.seen[-1]
 
@@ -124,23 +149,31 @@ class _Blob:
         return _Payload(main, plane, np.ones(rows, np.float16))
 
 
-def some_experts(fast: Device, config: ModelConfig, bits: int, F: int | None = None) -> ExpertWeights:
-    """One layer's worth of picked experts, placed by the fast build."""
+def some_experts(
+    fast: Device, config: ModelConfig, bits: int, F: int | None = None, n: int | None = None
+) -> ExpertWeights:
+    """`n` experts of one layer, as many as a token picks unless said otherwise, placed by the fast build."""
     F, D = F or config.moe_intermediate_size, config.hidden_size
-    return place_experts(fast, _Blob(bits, F, D), config.num_experts_per_tok, F, D, config.swiglu_limit)
+    return place_experts(fast, _Blob(bits, F, D), n or config.num_experts_per_tok, F, D, config.swiglu_limit)
 
 
-def expert_launches(dev: Watched, config: ModelConfig, weights: ExpertWeights, family: str, R: int) -> list[Seen]:
-    """The routed experts of one layer for R rows, all of them with the same picks: as many items as picks for up to
-    eight rows in a step, 64 in a prefill.
+def expert_launches(
+    dev: Watched, config: ModelConfig, weights: ExpertWeights, family: str, R: int,
+    chosen: NDArray[np.int32] | None = None,
+) -> list[Seen]:  # fmt: skip
+    """The routed experts of one layer for R rows with the picks `chosen` [R, k]; if not given, all rows with the same
+    ones: as many items as picks for up to eight rows in a step, 64 in a prefill.
     """
     k, D = config.num_experts_per_tok, config.hidden_size
-    picks = dev.upload(np.tile(np.arange(k, dtype=np.int32), (R, 1)))
+    if chosen is None:
+        chosen = np.tile(np.arange(k, dtype=np.int32), (R, 1))
+    picks = dev.upload(chosen)
     factors = dev.upload(np.ones((R, k), np.float32))
     x, y = dev.zeros((R, D), "bf16"), dev.empty((R, k, D), "f32")
     start = len(dev.log.seen)
     experts(dev, Workspace(dev), family, weights, y, x, picks, factors, R)
-    return [replace(seen, axes=seen.axes | {"n_items": k}) for seen in dev.log.seen[start:]]
+    n_items = len(np.unique(chosen))
+    return [replace(seen, axes=seen.axes | {"n_items": n_items}) for seen in dev.log.seen[start:]]
 
 
 class Rest:

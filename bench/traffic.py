@@ -3,12 +3,15 @@
     python bench/traffic.py [--quick] [--json]
 
 No time is measured: bytes asked for, bytes of the 32-byte sectors that hold them, and the formula of each kernel's
-header. Three reaches are held, and the exit code is 1 when one is missed:
+header. Four reaches are held, and the exit code is 1 when one is missed:
 
     streams     useful over sector bytes, per warp instruction, of stored matrices, expert streams and gains in the
-                step: at least 0.95 (norm weights and biases, a few KB a layer, are shown and not held)
+                step: at least 0.95 (norm weights and biases, a few KB a layer, are shown and not held; nor is the
+                draft head, whose FP8 rows of 1,280 columns have 40 scales, which 32 rows share)
     staging     bytes of the codebook's copies over bytes of the experts that a token reads: at most 10 %
     formula     counted bytes equal to the header's formula, read and written, for every kernel that reads weights
+    once        a pass of 2, 3, 4, 5, 6 or 8 rows asks for as many bytes of a dense matrix as one row does, and of
+                experts for as many as one row does of each distinct one
 
 For kernels whose traffic depends on values (selection, sampling) the formula is a bound; it is printed beside.
 The last line of output is JSON. `--quick` takes slices of everything (a few seconds); it misses no kind of kernel.
@@ -20,13 +23,15 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from released import (
     SLICE,
     Matrix,
     Rest,
     constants,
+    draft_matrices,
     expert_launches,
     linear_prefills,
     linear_steps,
@@ -39,12 +44,14 @@ from watched import Seen, Watched
 from ds4.device import Device
 from ds4.device.launch import signature
 from ds4.errors import Ds4Error
+from ds4.model.config import ModelConfig
 
 LEAST_USEFUL = 0.95
 MOST_STAGING = 0.10
 HELD = ("codes+scales", "codebook", "codes", "plane", "gains", "fn")  # streams that a token reads from memory
 WEIGHTS = (*HELD, "scales", "w", "norm_w", "qw", "kw", "bias")  # arguments that are weights
 STREAMS = {"linear": (("codes", "scales"),), "embed": (("codes", "scales"),)}  # counted together: one stored block
+PASSES = (1, 2, 3, 4, 5, 6, 8)
 BY_VALUE = ("topk_", "sample", "route", "index_scores")  # what is read depends on the numbers
 
 
@@ -58,6 +65,7 @@ class Row:
     formula: tuple[int, int] | None
     streams: dict[str, float]  # weight stream -> useful over sector bytes
     by_value: bool
+    drafts: bool = False
 
     @property
     def exact(self) -> bool | None:
@@ -111,19 +119,58 @@ def staging(bits: int, rows: int, launches: list[Seen]) -> Staging:
     return Staging(bits, rows, book, read)
 
 
-def count(quick: bool) -> tuple[list[Row], list[Staging]]:
-    """Every launch that the table shows."""
+def once(case: str, read: dict[int, int], distinct: dict[int, int] | None = None) -> list[str]:
+    """What does not hold of `read`, bytes of weights by row count: that it is one row's, for `distinct` experts of
+    one row's many.
+    """
+    out = []
+    for R, n_bytes in read.items():
+        share = 1 if distinct is None else distinct[R] / distinct[1]
+        if n_bytes != read[1] * share:
+            out.append(f"once: {case}: {R} rows ask for {n_bytes:,} bytes of weights, one row for {read[1]:,}")
+    return out
+
+
+def dense_once(dev: Watched, m: Matrix, quick: bool) -> list[str]:
+    """A matrix, by all passes."""
+    read = {}
+    for R in (1, 2, 8) if quick else PASSES:
+        seen = linear_steps(dev, m, R, 32)
+        read[R] = seen.bytes_of("codes") + seen.bytes_of("scales")
+    return once(f"{m.format} {m.N}x{m.K} {m.names}", read)
+
+
+def experts_once(dev: Watched, fast: Device, config: ModelConfig, bits: int) -> list[str]:
+    """Neighbouring rows share a third of their picks, which is about what they do on real text."""
+    k = config.num_experts_per_tok
+    weights = some_experts(fast, config, bits, 256, k + 7 * (k - k // 3))
+    read, distinct = {}, {}
+    for R in PASSES:
+        picks = (np.arange(k) + (k - k // 3) * np.arange(R)[:, None]).astype(np.int32)
+        launches = expert_launches(dev, config, weights, "step", R, picks)
+        read[R] = sum(s.bytes_of(name) for s in launches for name in ("codes", "plane", "gains"))
+        distinct[R] = len(np.unique(picks))
+    return once(f"experts, {bits} bits", read, distinct)
+
+
+def count(quick: bool) -> tuple[list[Row], list[Staging], list[str]]:
+    """Every launch that the table shows; what is read more than once."""
     config = released_config()
     slow, fast = Device.open(simt="count", workers=1), Device.open(simt="fast", workers=1)
     dev = constants(slow)
     if slow.variant != "count":
         raise Ds4Error("only the CPU driver counts traffic: run with DS4_DRIVER=simt")
     rows: list[Row] = []
-    for m in matrices(config):
-        rows += _linear(dev, m, 64 if quick else SLICE)
+    twice: list[str] = []
+    for drafts, found in ((False, matrices(config)), (True, draft_matrices(config))):
+        for m in found:
+            rows += [replace(r, drafts=drafts) for r in _linear(dev, m, 64 if quick else SLICE)]
+            twice += dense_once(dev, m, quick)
     books = []
     for bits in (12, 13):
         weights = some_experts(fast, config, bits, 256 if quick else None)
+        if not quick:  # tests/cuda/test_reads_once.py has small ones
+            twice += experts_once(dev, fast, config, bits)
         for family, R in (("step", 1),) if quick else (("step", 1), ("step", 2), ("prefill", 64)):
             launches = expert_launches(dev, config, weights, family, R)
             rows += [row(f"experts, {bits} bits, {R} rows", s) for s in launches]
@@ -133,23 +180,25 @@ def count(quick: bool) -> tuple[list[Row], list[Staging]]:
     for R in (1,) if quick else (1, 8):
         rest = Rest(dev, config, R, at, vocabulary)
         rows += [row(f"{R} rows at {at}", s) for s in rest.run()]
-    return rows, books
+    return rows, books, twice
 
 
 def _linear(dev: Watched, m: Matrix, n: int) -> list[Row]:
     found = [row(f"{m.format} {m.N}x{m.K} {m.names}", linear_steps(dev, m, R, n)) for R in (1, 8)]
+    if m.x != "bf16":  # never in a prefill
+        return found
     return [*found, row(f"{m.format} {m.N}x{m.K} {m.names}", linear_prefills(dev, m, 128, min(n, 128)))]
 
 
-def misses(rows: list[Row], books: list[Staging]) -> list[str]:
+def misses(rows: list[Row], books: list[Staging], twice: list[str]) -> list[str]:
     """The reaches that were not reached, one line each."""
-    out = []
+    out = list(twice)
     for r in rows:
         where = f"{r.kernel} ({r.case})"
         out += [
             f"streams: {where}: {name} {useful:.3f} of its sectors' bytes"
             for name, useful in r.streams.items()
-            if name in HELD and useful < LEAST_USEFUL and not r.kernel.startswith("linear_prefill")
+            if name in HELD and useful < LEAST_USEFUL and not (r.drafts or r.kernel.startswith("linear_prefill"))
         ]
         if r.streams and r.exact is None:
             out.append(f"formula: {where}: the row has no `traffic`")
@@ -177,11 +226,11 @@ def main() -> int:
     args = parser.parse_args()
     started = time.monotonic()
     try:
-        rows, books = count(args.quick)
+        rows, books, twice = count(args.quick)
     except Ds4Error as e:
         print(f"traffic: {e}", file=sys.stderr)
         return 1
-    missed = misses(rows, books)
+    missed = misses(rows, books, twice)
     if not args.json:
         print(f"{'kernel':36} {'read':>12} {'written':>10} {'formula':>8}  useful over sector bytes; case")
         for r in rows:
@@ -192,7 +241,7 @@ def main() -> int:
         for text in missed:
             print(f"MISSED {text}")
     weights = [r for r in rows if r.streams]
-    steps = [r for r in weights if not r.kernel.startswith("linear_prefill")]
+    steps = [r for r in weights if not (r.drafts or r.kernel.startswith("linear_prefill"))]
     print(
         json.dumps(
             {

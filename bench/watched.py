@@ -19,11 +19,13 @@ class Seen:
     Attributes:
         axes: every name that the row's callables may ask for: given, bound from shapes, scalars, constants.
         counted: the kernel's counters of this launch alone; {} unless the device counts.
+        sizes: bytes of each argument's buffer, 0 for a scalar.
     """
 
     kernel: Kernel
     axes: dict[str, int]
     counted: dict[str, Any]
+    sizes: tuple[int, ...] = ()
 
     @property
     def formula(self) -> tuple[int, int] | None:
@@ -42,6 +44,18 @@ class Seen:
             int(tally[kind][field])
             for i, tally in self.counted.get("args", {}).items()
             if argument in (None, names[int(i)]) and kind in tally
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """What memory must move: counted bytes read and written, of no buffer more than it holds. What several warps
+        ask for (rows of x, a codebook) comes from a cache but once.
+        """
+        return sum(
+            min(int(tally[kind]["bytes"]), self.sizes[int(i)])
+            for i, tally in self.counted.get("args", {}).items()
+            for kind in ("load", "store")
+            if kind in tally
         )
 
 
@@ -82,4 +96,5 @@ class Watched(Device):
             self.reset_counters()
         super().launch(kernel, *args, **given)
         counted = self.counters()["kernels"].get(kernel.name, {}) if counts else {}
-        self.log.seen.append(Seen(kernel, bound_axes(kernel, args, axes, dict(self.constants)), counted))
+        sizes = tuple(a.nbytes if isinstance(a, Buffer) else 0 for a in args)
+        self.log.seen.append(Seen(kernel, bound_axes(kernel, args, axes, dict(self.constants)), counted, sizes))

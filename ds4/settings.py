@@ -17,6 +17,7 @@ from ds4.errors import UsageError
 DRIVERS = ("auto", "nvidia", "simt")
 VARIANTS = ("fast", "check", "count")
 ORDERS = ("greedy", "rising", "falling")
+REPLAYS = ("recorded", "falling", "turns")
 CONFIG_NAME = "ds4.toml"
 
 
@@ -28,6 +29,7 @@ class DeviceSettings:
         driver: DS4_DRIVER: "nvidia", "simt" (the CPU driver), or "auto": NVIDIA's where it has a device.
         simt: DS4_SIMT: which build of the kernels the CPU driver runs: "fast", "check" or "count".
         order: DS4_SIMT_ORDER: in which order the CPU driver runs the threads of a block.
+        replay: DS4_SIMT_REPLAY: in which order the CPU driver replays nodes of a graph that nothing orders.
         workers: DS4_SIMT_WORKERS: threads of the CPU driver; 0: one a core.
         cache: DS4_CACHE: where builds are kept; default ~/.cache/ds4.
         cuda_dir: DS4_CUDA_DIR: kernel sources; None: those shipped with the package.
@@ -37,6 +39,7 @@ class DeviceSettings:
     driver: str
     simt: str
     order: str
+    replay: str
     workers: int
     cache: Path
     cuda_dir: Path | None
@@ -59,6 +62,7 @@ def device_settings(environ: Mapping[str, str] | None = None) -> DeviceSettings:
         driver=_choice(env, "DS4_DRIVER", DRIVERS),
         simt=_choice(env, "DS4_SIMT", VARIANTS),
         order=_choice(env, "DS4_SIMT_ORDER", ORDERS),
+        replay=_choice(env, "DS4_SIMT_REPLAY", REPLAYS),
         workers=int(workers),
         cache=Path(env.get("DS4_CACHE") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "ds4").expanduser(),
         cuda_dir=Path(env["DS4_CUDA_DIR"]) if env.get("DS4_CUDA_DIR") else None,

@@ -93,7 +93,10 @@ struct Touch {
 };
 constexpr u32 kAtomic = 0x80000000u, kSeveral = 0xffffffffu;
 
+Footprint* g_print = nullptr;  // check images run on one worker
+
 void note_global(Worker* k, const void* p, u32 n_bytes, bool store, bool atomic, const Span* span, Loc loc) {
+    if (g_print) note_bytes(*g_print, span, (u64)((const u8*)p - span->lo), n_bytes, store);
     if (!span->touched || (u64)k->grid.x * k->grid.y * k->grid.z == 1) return;
     const u32 me = 1 + k->block.x + k->grid.x * (k->block.y + k->grid.y * k->block.z);
     const u64 at = (u64)((const u8*)p - span->lo);
@@ -154,6 +157,8 @@ void* remember_touched(u64 n_bytes) {
 }
 
 void forget_touched(void* touched, u64 n_bytes) { munmap(touched, n_bytes * sizeof(Touch)); }
+
+void check_note_in(Footprint* print) { g_print = print; }
 
 void check_prepare(Worker* k) {
     static u32 n_launches = 0;

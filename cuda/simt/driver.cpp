@@ -97,6 +97,10 @@ Call::Call() : held(driver_lock()) { g_text[0] = 0; }
 
 const Profile& profile() { return *g_profile; }
 bool& initialised() { return g_initialised; }
+Replay& replay_order() {
+    static Replay r = kReplayRecorded;
+    return r;
+}
 CUresult need_context() {
     if (t_context && g_context_users > 0) return CUDA_SUCCESS;
     return refuse(CUDA_ERROR_INVALID_CONTEXT, "no context is current in this thread: cuCtxSetCurrent comes first");
@@ -207,7 +211,9 @@ CU_ENTRY cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 }
 CU_ENTRY cuCtxSynchronize() {
     Call call;
-    return forbid_in_capture("cuCtxSynchronize");
+    if (CUresult r = forbid_in_capture("cuCtxSynchronize")) return r;
+    host_waited_for_all();
+    return CUDA_SUCCESS;
 }
 
 struct ErrorName {
@@ -278,6 +284,13 @@ SIMT_API int ds4simt_set_order(const char* name) {
     for (u32 i = 0; i < 3; i++)
         if (!strcmp(name, names[i])) return set_order((Order)i);
     return refuse(CUDA_ERROR_INVALID_VALUE, "thread order '%s' is not greedy, rising or falling", name);
+}
+SIMT_API int ds4simt_set_replay(const char* name) {
+    Call call;
+    const char* names[] = {"recorded", "falling", "turns"};
+    for (u32 i = 0; i < 3; i++)
+        if (!strcmp(name, names[i])) return replay_order() = (Replay)i, CUDA_SUCCESS;
+    return refuse(CUDA_ERROR_INVALID_VALUE, "replay order '%s' is not recorded, falling or turns", name);
 }
 SIMT_API int ds4simt_set_profile(const char* name) {
     Call call;

@@ -48,6 +48,8 @@ const Allocation* find_allocation(u64 address, u64 bytes, std::string& why);
 /// Rises whenever memory is freed or a module unloaded: what was valid before may not be now.
 u64 free_generation();
 void something_went_away();
+/// Whether memory is poisoned: the check build is in use.
+bool poisoned();
 
 // ---- count.cpp
 
@@ -66,11 +68,60 @@ void count_warp_passed(Warp* w);
 void count_global(const void* p, u32 n_bytes, bool store, const Span* span, Loc loc);
 void count_shared(u64 offset, u32 n_bytes, bool store, Loc loc);
 
+// ---- order.cpp: who comes before whom, and which bytes each piece of work touched
+
+/// By stream number: how many pieces of that stream's work come before.
+typedef std::vector<u64> Clock;
+/// A bit a byte of 4,096.
+struct Page {
+    u64 read[64], write[64];
+};
+/// What one argument of a launch reached of its allocation; of a copy or fill the range [first, end).
+struct Part {
+    u32 alloc_id = 0, param = 0;
+    bool written = false;
+    u64 first = 0, end = 0;
+    std::unordered_map<u64, std::unique_ptr<Page>> pages;
+    u64 last_index = 0;
+    Page* last = nullptr;
+};
+struct Footprint {
+    std::string name;
+    bool is_launch = false;
+    std::vector<Part> parts;  // of a launch: by parameter
+};
+struct Node;
+enum Replay : u32 { kReplayRecorded = 0, kReplayFalling = 1, kReplayTurns = 2 };
+
+void join_clock(Clock& into, const Clock& from);
+/// 0 is the default stream's; numbers of destroyed streams are given out again.
+u32 new_stream_number();
+void give_back_stream_number(u32 n);
+/// `seen` of a stream moves on to its next piece of work, which comes after all that the host waited for.
+void next_work(Clock& seen, u32 number);
+/// All later work, in any stream, comes after what this clock knows.
+void host_waited(const Clock& seen);
+void host_waited_for_all();
+void note_range(Footprint& f, u64 address, u64 bytes, bool write);
+void note_bytes(Footprint& f, const Span* span, u64 at, u32 n_bytes, bool write);
+/// With a copy's or fill's ranges; a launch's bytes are noted while it runs.
+std::shared_ptr<Footprint> footprint_of(const Node& n);
+CUresult race_with_streams(const Clock& seen, const Footprint& now);
+void remember_work(const Clock& seen, u32 number, std::shared_ptr<Footprint> print);
+/// For every node those that neither come before it nor after it.
+std::vector<std::vector<u32>> unordered_pairs(const std::vector<Node>& nodes);
+CUresult race_in_graph(const std::vector<std::shared_ptr<Footprint>>& prints, const std::vector<u32>& beside,
+                       const Footprint& now);
+/// An order of the nodes that the edges allow: as recorded; always the last that may run; first and last in turn.
+std::vector<u32> order_of(const std::vector<Node>& nodes, Replay replay);
+
 // ---- check.cpp
 
 /// Room to note which block touched each of so many bytes; given back with forget_touched.
 void* remember_touched(u64 n_bytes);
 void forget_touched(void* touched, u64 n_bytes);
+/// Where the accesses of the next launch are noted; null: nowhere.
+void check_note_in(Footprint* print);
 void check_prepare(Worker* k);
 void check_block_begin(Worker* k);
 void check_barrier(Worker* k, const Barrier& b);
@@ -107,7 +158,8 @@ struct Launch {
 /// After a copy: the argument pointers point into this launch's own values.
 void rebind(Launch& launch);
 CUresult make_launch(Launch& out, Handle function, dim3 grid, dim3 block, u32 smem, void** params, void** extra);
-CUresult run_launch(Launch& launch);
+/// `print`: where the accesses of a check image are noted, or null.
+CUresult run_launch(Launch& launch, Footprint* print);
 
 struct Job {
     Entry entry;
@@ -126,6 +178,7 @@ u32 n_workers_for(const Job& job);
 bool run_job(const Job& job, std::string& fault);
 int set_workers(int n);
 int set_order(Order order);
+Replay& replay_order();
 
 // ---- stream.cpp
 
@@ -139,15 +192,22 @@ struct Node {
 };
 struct Graph {
     std::vector<Node> nodes;
+    std::vector<std::vector<u32>> beside;  // unordered_pairs, from the first replay under the check build on
+    std::vector<u32> order;                // of the last replay, and what it was made for
+    Replay order_for = kReplayRecorded;
 };
 /// Deep copies: arguments and all.
 std::vector<Node> copy_nodes(const std::vector<Node>& nodes);
 /// Run the node now, or record it if `stream` captures.
 CUresult submit(Handle stream, Node&& node);
-CUresult run_node(Node& node);
+/// Run a graph's nodes now, as one piece of the stream's work.
+CUresult submit_graph(Handle stream, Graph& graph);
+CUresult run_node(Node& node, Footprint* print);
 /// Refuses (and invalidates captures) if anything is being captured: allocation, synchronous work, queries.
 CUresult forbid_in_capture(const char* what);
 CUresult check_stream(Handle stream);
+/// The host has waited for the stream's work.
+void wait_for_stream(Handle stream);
 bool stream_is_default(Handle stream);
 bool is_capturing(Handle stream);
 Handle adopt_graph(std::unique_ptr<Graph> graph);

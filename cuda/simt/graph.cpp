@@ -1,4 +1,5 @@
-/* graph.cpp - graphs: what a capture recorded, made executable by a deep copy, replayed in the recorded order. */
+/* graph.cpp - graphs: what a capture recorded, made executable by a deep copy, replayed in an order
+ * that its edges allow. */
 #include "driver.h"
 
 namespace simt {
@@ -61,9 +62,7 @@ CU_ENTRY cuGraphLaunch(Handle h, Handle stream) {
     }
     if (stream_is_default(stream))
         if (CUresult r = forbid_in_capture("a graph launch on the default stream")) return r;
-    for (auto& n : g->nodes)
-        if (CUresult r = run_node(n)) return r;
-    return CUDA_SUCCESS;
+    return submit_graph(stream, *g);
 }
 CU_ENTRY cuGraphUpload(Handle h, Handle stream) {
     Call call;

@@ -119,7 +119,7 @@ CUresult make_launch(Launch& l, Handle function, dim3 grid, dim3 block, u32 smem
     return check_pointers(l);
 }
 
-CUresult run_launch(Launch& l) {
+CUresult run_launch(Launch& l, Footprint* print) {
     if (l.checked_at != free_generation()) {  // a replay: kernels and memory may be gone
         if (!find_function(l.function_handle)) return CUDA_ERROR_INVALID_HANDLE;
         if (CUresult r = check_pointers(l)) return r;
@@ -140,6 +140,7 @@ CUresult run_launch(Launch& l) {
                   f.record->n_params,
                   f.ns_per_block * n_blocks < kWakeFrom};
     const double began = now_ns();
+    check_note_in(print);
     const bool ran = run_job(job, fault);
     const double took = (now_ns() - began) * n_workers_for(job) / n_blocks;
     f.ns_per_block = took < f.ns_per_block ? took : f.ns_per_block + (took - f.ns_per_block) / 8;  // spikes fade

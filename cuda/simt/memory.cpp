@@ -140,7 +140,9 @@ CUresult copy(Handle stream, bool synchronous, u64 to, bool to_host, u64 from, b
         return refuse(CUDA_ERROR_INVALID_VALUE, "a copy to or from host address 0");
     Node n;
     n.kind = Node::kCopy, n.to = to, n.from = from, n.bytes = bytes, n.to_host = to_host, n.from_host = from_host;
-    return submit(stream, std::move(n));
+    const CUresult r = submit(stream, std::move(n));
+    if (synchronous) wait_for_stream(stream);
+    return r;
 }
 
 CUresult fill(Handle stream, bool synchronous, u64 to, u32 value, u32 width, u64 count) {
@@ -153,7 +155,9 @@ CUresult fill(Handle stream, bool synchronous, u64 to, u32 value, u32 width, u64
     if (CUresult r = need("fill", to, count * width)) return r;
     Node n;
     n.kind = Node::kFill, n.to = to, n.bytes = count * width, n.value = value, n.width = width;
-    return submit(stream, std::move(n));
+    const CUresult r = submit(stream, std::move(n));
+    if (synchronous) wait_for_stream(stream);
+    return r;
 }
 
 bool on_device(u64 p) {
@@ -165,6 +169,7 @@ bool on_device(u64 p) {
 
 u64 free_generation() { return g_free_generation; }
 void something_went_away() { g_free_generation++; }
+bool poisoned() { return g_poison; }
 
 const Allocation* find_allocation(u64 address, u64 bytes, std::string& why) {
     char text[200];
@@ -187,8 +192,8 @@ const Allocation* find_allocation(u64 address, u64 bytes, std::string& why) {
     return why = text, nullptr;
 }
 
-CUresult run_node(Node& n) {
-    if (n.kind == Node::kLaunch) return run_launch(n.launch);
+CUresult run_node(Node& n, Footprint* print) {
+    if (n.kind == Node::kLaunch) return run_launch(n.launch, print);
     if (n.kind == Node::kCopy) {  // in a replay the memory may be gone
         if (!n.to_host)
             if (CUresult r = need("copy to device memory", n.to, n.bytes)) return r;

@@ -22,6 +22,8 @@ struct Stream {
     int priority = 0;
     std::shared_ptr<Capture> capture;
     std::vector<u32> tips;  // nodes that the next one comes after
+    u32 number = 0;
+    Clock seen;  // what comes before its next work, its own work too
 };
 struct Event {
     unsigned flags = 0;
@@ -29,6 +31,7 @@ struct Event {
     double ms = 0;
     std::shared_ptr<Capture> capture;
     std::vector<u32> tips;
+    Clock seen;
 };
 
 Registry<Stream>& streams() {
@@ -99,9 +102,28 @@ CUresult create_stream(Handle* out, unsigned flags, int priority) {
     if (CUresult r = need_context()) return r;
     if (flags > 1) return refuse(CUDA_ERROR_INVALID_VALUE, "stream flags %u", flags);
     auto s = std::make_unique<Stream>();
-    s->flags = flags, s->priority = std::clamp(priority, -5, 0);
+    s->flags = flags, s->priority = std::clamp(priority, -5, 0), s->number = new_stream_number();
     *out = streams().add(std::move(s));
     return CUDA_SUCCESS;
+}
+
+/// The stream's clock at its next piece of work. The default stream and blocking ones wait for each other.
+Clock& advance(Stream& s) {
+    if (&s == &g_default) {
+        for (auto& [h, other] : streams().live)
+            if (!(other->flags & 1)) join_clock(s.seen, other->seen);
+    } else if (!(s.flags & 1)) {
+        join_clock(s.seen, g_default.seen);
+    }
+    next_work(s.seen, s.number);
+    return s.seen;
+}
+
+/// Run one node and keep what it touched; `now` is the clock of the work it belongs to.
+CUresult run_noted(Node& node, const Clock& now, std::shared_ptr<Footprint>& print) {
+    print = footprint_of(node);
+    if (CUresult r = run_node(node, print.get())) return r;
+    return race_with_streams(now, *print);
 }
 
 CUresult refuse_on_captured(Stream& s, const char* what) {
@@ -130,6 +152,9 @@ bool is_capturing(Handle h) {
     return s && s->capture;
 }
 CUresult check_stream(Handle h) { return find(h) ? CUDA_SUCCESS : streams().unknown(h); }
+void wait_for_stream(Handle h) {
+    if (Stream* s = find(h)) host_waited(s->seen);
+}
 
 CUresult submit(Handle h, Node&& node) {
     Stream* s = find(h);
@@ -139,7 +164,12 @@ CUresult submit(Handle h, Node&& node) {
             for (auto& c : captures()) spoil(*c, "work on the default stream");
             return refuse(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "work on the default stream while another is captured");
         }
-        return run_node(node);
+        const Clock& now = advance(*s);
+        if (!poisoned()) return run_node(node, nullptr);
+        std::shared_ptr<Footprint> print;
+        if (CUresult r = run_noted(node, now, print)) return r;
+        remember_work(now, s->number, std::move(print));
+        return CUDA_SUCCESS;
     }
     Capture& c = *s->capture;
     if (c.invalid)
@@ -147,6 +177,28 @@ CUresult submit(Handle h, Node&& node) {
     node.after = s->tips;
     s->tips.assign(1, (u32)c.graph.nodes.size());
     c.graph.nodes.push_back(std::move(node));
+    return CUDA_SUCCESS;
+}
+
+CUresult submit_graph(Handle h, Graph& g) {
+    Stream& s = *find(h);
+    const Clock& now = advance(s);
+    if (g.order.size() != g.nodes.size() || g.order_for != replay_order())
+        g.order = order_of(g.nodes, replay_order()), g.order_for = replay_order();
+    if (!poisoned()) {
+        for (u32 i : g.order)
+            if (CUresult r = run_node(g.nodes[i], nullptr)) return r;
+        return CUDA_SUCCESS;
+    }
+    if (g.beside.empty()) g.beside = unordered_pairs(g.nodes);
+    std::vector<std::shared_ptr<Footprint>> prints(g.nodes.size());
+    for (u32 i : g.order) {
+        std::shared_ptr<Footprint> print;
+        if (CUresult r = run_noted(g.nodes[i], now, print)) return r;
+        if (CUresult r = race_in_graph(prints, g.beside[i], *print)) return r;
+        prints[i] = std::move(print);
+    }
+    for (auto& print : prints) remember_work(now, s.number, std::move(print));
     return CUDA_SUCCESS;
 }
 
@@ -167,6 +219,7 @@ CU_ENTRY cuStreamDestroy_v2(Handle h) {
     Stream* s = is_default(h) ? nullptr : streams().find(h);
     if (!s) return streams().unknown(h);
     if (CUresult r = refuse_on_captured(*s, "cuStreamDestroy")) return r;
+    give_back_stream_number(s->number);
     streams().remove(h);
     return CUDA_SUCCESS;
 }
@@ -174,15 +227,21 @@ CU_ENTRY cuStreamSynchronize(Handle h) {
     Call call;
     Stream* s = find(h);
     if (!s) return streams().unknown(h);
-    if (is_default(h)) return forbid_in_capture("synchronising the default stream");
-    return refuse_on_captured(*s, "cuStreamSynchronize");
+    if (is_default(h))
+        if (CUresult r = forbid_in_capture("synchronising the default stream")) return r;
+    if (CUresult r = refuse_on_captured(*s, "cuStreamSynchronize")) return r;
+    host_waited(s->seen);
+    return CUDA_SUCCESS;
 }
 CU_ENTRY cuStreamQuery(Handle h) {
     Call call;
     Stream* s = find(h);
     if (!s) return streams().unknown(h);
-    if (is_default(h)) return forbid_in_capture("querying the default stream");
-    return refuse_on_captured(*s, "cuStreamQuery");
+    if (is_default(h))
+        if (CUresult r = forbid_in_capture("querying the default stream")) return r;
+    if (CUresult r = refuse_on_captured(*s, "cuStreamQuery")) return r;
+    host_waited(s->seen);
+    return CUDA_SUCCESS;
 }
 CU_ENTRY cuStreamGetPriority(Handle h, int* priority) {
     Call call;
@@ -205,7 +264,7 @@ CU_ENTRY cuStreamWaitEvent(Handle h, Handle event, unsigned) {
     Event* e = events().find(event);
     if (!e) return events().unknown(event);
     if (!e->capture) {
-        if (!s->capture || !e->recorded) return CUDA_SUCCESS;  // what was recorded has run
+        if (!s->capture || !e->recorded) return join_clock(s->seen, e->seen), CUDA_SUCCESS;
         spoil(*s->capture, "a wait for work outside of it");
         return refuse(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "a captured stream waits for an event recorded outside");
     }
@@ -248,6 +307,7 @@ CU_ENTRY cuEventRecord(Handle h, Handle stream) {
     if (!s) return streams().unknown(stream);
     e->capture = s->capture;
     e->tips = s->tips;
+    e->seen = s->seen;
     e->recorded = true;
     e->ms = now_ms();
     return CUDA_SUCCESS;
@@ -256,12 +316,18 @@ CU_ENTRY cuEventRecordWithFlags(Handle h, Handle stream, unsigned) { return cuEv
 CU_ENTRY cuEventQuery(Handle h) {
     Call call;
     Event* e = events().find(h);
-    return e ? refuse_captured_event(*e, "cuEventQuery") : events().unknown(h);
+    if (!e) return events().unknown(h);
+    if (CUresult r = refuse_captured_event(*e, "cuEventQuery")) return r;
+    host_waited(e->seen);
+    return CUDA_SUCCESS;
 }
 CU_ENTRY cuEventSynchronize(Handle h) {
     Call call;
     Event* e = events().find(h);
-    return e ? refuse_captured_event(*e, "cuEventSynchronize") : events().unknown(h);
+    if (!e) return events().unknown(h);
+    if (CUresult r = refuse_captured_event(*e, "cuEventSynchronize")) return r;
+    host_waited(e->seen);
+    return CUDA_SUCCESS;
 }
 CU_ENTRY cuEventElapsedTime(float* ms, Handle start, Handle end) {
     Call call;

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from ds4.device.kernels import Kernel, for_file
 from ds4.device.launch import Launcher
 from ds4.device.memory import NUMPY, Array, Buffer, kind_of
 from ds4.errors import DeviceError
-from ds4.settings import ORDERS, VARIANTS, device_settings
+from ds4.settings import ORDERS, REPLAYS, VARIANTS, device_settings
 
 MAX_WORKERS = 64
 
@@ -57,6 +57,7 @@ class Device:
         driver: str | None = None,
         simt: str | None = None,
         order: str | None = None,
+        replay: str | None = None,
         workers: int | None = None,
         profile: str | None = None,
         cuda_dir: Path | None = None,
@@ -70,6 +71,8 @@ class Device:
             driver: "auto", "nvidia" or "simt" (the CPU driver).
             simt: build of the kernels for the CPU driver: "fast", "check" or "count".
             order: order of a block's threads there: "greedy", "rising" or "falling".
+            replay: order of a graph's nodes there, as far as its edges leave it open: "recorded", "falling" (always
+                the last recorded that may run) or "turns" (first and last in turn).
             workers: its threads; 0: one a core.
             profile: the GPU whose limits it enforces: "gb10", "h100", "b200" or "rtx5090".
             cuda_dir, cache: sources and build cache.
@@ -83,6 +86,7 @@ class Device:
         count = settings.workers if workers is None else workers
         mode = Mode(
             order=_choice("order", order or settings.order, ORDERS),
+            replay=_choice("replay", replay or settings.replay, REPLAYS),
             workers=min(count or os.cpu_count() or 1, MAX_WORKERS),
             profile=_choice("profile", profile or PROFILES[0], PROFILES),
             poison=variant == "check",
@@ -251,10 +255,19 @@ class Device:
         """A new stream beside the main one."""
         return Stream(self.context)
 
+    def beside(self, work: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """`with device.beside(work):` submits what `work()` submits beside what the block submits.
+
+        Both come after all that was submitted before, and what follows the block comes after both; between them
+        nothing is ordered, so neither may touch what the other writes: the check build reports it. In a capture the
+        two become parallel branches of the graph. May be nested.
+        """
+        return self.context.beside(work)
+
     @property
     def main_stream(self) -> Stream:
-        """The stream that work goes to when no other is named."""
-        return self.context.stream
+        """The stream that work goes to when no other is named and no `beside` is open."""
+        return self.context.main_stream
 
     def event(self) -> Event:
         """A new event, not recorded yet."""

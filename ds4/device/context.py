@@ -1,12 +1,14 @@
 """What all views of one opened device share: context, streams, memory, pending frees.
 
-Everything is submitted to one stream unless the caller names another. A device belongs to one thread at a time;
-moving it to another thread is fine, two threads at once are not.
+Everything is submitted to one stream unless the caller names another, or runs work beside other work (`beside`). A
+device belongs to one thread at a time; moving it to another thread is fine, two threads at once are not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +67,14 @@ class Stream:
 
 
 class Event:
-    """A mark in a stream."""
+    """A mark in a stream; `timed`: its time is kept too."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, timed: bool = True) -> None:
         self.context = context
-        self.handle = context.call("cuEventCreate", 0)
+        flags = context.driver.api.CUevent_flags
+        self.handle = context.call(
+            "cuEventCreate", (flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING).value
+        )
 
     def record(self, stream: Stream | None = None) -> Event:
         """Put the mark after the work submitted so far."""
@@ -90,8 +95,20 @@ class Event:
             self.context.driver.api.cuEventDestroy(self.handle)
 
 
+class Branch:
+    """A side stream and the marks where it leaves another one and comes back."""
+
+    def __init__(self, context: Context) -> None:
+        self.stream = Stream(context)
+        self.fork, self.join = Event(context, timed=False), Event(context, timed=False)
+
+
 class Context:
-    """The device's primary context and what lives in it."""
+    """The device's primary context and what lives in it.
+
+    Attributes:
+        stream: where work goes when no stream is named: `main_stream`, or the side stream of an open branch.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -109,7 +126,8 @@ class Context:
         self._context = driver.call("cuDevicePrimaryCtxRetain", device)
         self.bind_thread()
         self.info = self._ask(device)
-        self.stream = Stream(self)
+        self.stream = self.main_stream = Stream(self)
+        self._branches = [Branch(self)]  # those not in use
 
     def _ask(self, device: Any) -> DeviceInfo:
         names = self.driver.api.CUdevice_attribute
@@ -153,6 +171,31 @@ class Context:
         """Raise if a graph is being captured: `what` would not be part of it, or cannot be."""
         if self.capturing:
             raise DeviceError(f"{what} inside a capture: a graph holds launches, copies and fills only; do it before")
+
+    def refuse_in_branch(self, what: str) -> None:
+        """Raise if work is going to a side stream."""
+        if self.stream is not self.main_stream:
+            raise DeviceError(f"{what} inside work that runs beside other work: do it before or after")
+
+    @contextlib.contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """See `Device.beside`."""
+        outer = self.stream
+        branch = self._branches.pop() if self._branches else Branch(self)
+        branch.stream.wait(branch.fork.record(outer))
+        try:
+            self.stream = branch.stream
+            try:
+                work()
+            finally:
+                self.stream = outer
+            yield
+        except BaseException:
+            with contextlib.suppress(DeviceError):  # what comes next must not run ahead of the branch
+                outer.wait(branch.join.record(branch.stream))
+            raise
+        outer.wait(branch.join.record(branch.stream))
+        self._branches.append(branch)
 
     # -- memory
 
@@ -209,6 +252,7 @@ class Context:
     def write(self, buffer: Buffer, array: Array, offset_bytes: int) -> None:
         """See `Buffer.write`."""
         self.refuse_in_capture("write from the host")
+        self.refuse_in_branch("write from the host")
         source = np.ascontiguousarray(array)
         if offset_bytes < 0 or offset_bytes + source.nbytes > buffer.nbytes:
             end = offset_bytes + source.nbytes
@@ -233,6 +277,7 @@ class Context:
     def read(self, buffer: Buffer) -> Array:
         """The buffer's elements on the host, after all work submitted before on the main stream."""
         self.refuse_in_capture("download")
+        self.refuse_in_branch("download")
         self.refuse_freed(buffer)
         array = np.empty(buffer.shape, buffer.numpy)
         if array.nbytes:

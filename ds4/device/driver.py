@@ -31,6 +31,7 @@ class Mode:
     """How the CPU driver runs: settings of the process's driver, applied when a device with others is used."""
 
     order: str = "greedy"
+    replay: str = "recorded"
     workers: int = 1
     profile: str = "gb10"
     poison: bool = False
@@ -77,6 +78,7 @@ class Driver:
             return
         for setter, value in (
             ("ds4simt_set_order", mode.order.encode()),
+            ("ds4simt_set_replay", mode.replay.encode()),
             ("ds4simt_set_workers", mode.workers),
             ("ds4simt_set_profile", mode.profile.encode()),
             ("ds4simt_set_poison", int(mode.poison)),
@@ -147,6 +149,7 @@ def _load_simt(path: Path) -> ctypes.CDLL:
     except OSError as e:
         raise DeviceError(f"the CPU driver {path} cannot be loaded: {e}") from e
     library.ds4simt_set_order.argtypes = [ctypes.c_char_p]
+    library.ds4simt_set_replay.argtypes = [ctypes.c_char_p]
     library.ds4simt_set_profile.argtypes = [ctypes.c_char_p]
     library.ds4simt_set_workers.argtypes = [ctypes.c_int]
     library.ds4simt_set_poison.argtypes = [ctypes.c_int]

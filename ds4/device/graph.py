@@ -57,7 +57,8 @@ class Graph:
 
 @contextmanager
 def capture(context: Context, mode: Mode) -> Iterator[Graph]:
-    """Record what is submitted to the main stream (and to streams that wait for it) inside the `with` block.
+    """Record what is submitted to the main stream (and to streams that wait for it, or run beside it) inside the
+    `with` block.
 
     Nothing runs until `replay`. An exception in the block ends the capture, drops the graph, and passes on.
 
@@ -65,20 +66,21 @@ def capture(context: Context, mode: Mode) -> Iterator[Graph]:
         DeviceError: a capture is under way already, or the driver found something in it that a graph cannot hold.
     """
     context.refuse_in_capture("capture")
+    context.refuse_in_branch("capture")
     local = context.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    context.call("cuStreamBeginCapture", context.stream.handle, local)
+    context.call("cuStreamBeginCapture", context.main_stream.handle, local)
     context.capturing, context.captured, context.captured_launches = True, {}, 0
     made = Graph(context, mode)
     try:
         yield made
     except BaseException:
         context.capturing = False
-        error, graph = context.driver.api.cuStreamEndCapture(context.stream.handle)
+        error, graph = context.driver.api.cuStreamEndCapture(context.main_stream.handle)
         if not error and int(graph):
             context.driver.api.cuGraphDestroy(graph)
         raise
     else:
         context.capturing = False
-        made._finish(context.call("cuStreamEndCapture", context.stream.handle))
+        made._finish(context.call("cuStreamEndCapture", context.main_stream.handle))
     finally:
         context.captured = {}

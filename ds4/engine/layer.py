@@ -2,7 +2,8 @@
 
 Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs
 them, and the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after
-the layer.
+the layer. In a step two branches of a layer run beside the rest of it (`Pass.beside`): keys and values beside the
+queries, the shared expert beside the routed ones. Neither writes a buffer that the other side names.
 
 Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index
 logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
@@ -10,6 +11,8 @@ logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 ins
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds4.device import Buffer, Device
@@ -46,7 +49,8 @@ class Pass:
 
     x f32 [R, S, D], pre f32 [R, S] (what the next block collapses with), pos i32 [R], ids i32 [R]; engram rows u8
     [R, columns, row bytes] a slot; picks i32 [R, topk] and the candidate mask live from an index source to the next.
-    main_hidden A [R, targets * D] is filled with what the draft head reads of these rows, where one is given.
+    main_hidden A [R, targets * D] is filled with what the draft head reads of these rows, where one is given. touched
+    u32 [layers]: a step of several rows adds the distinct experts that they picked.
     """
 
     device: Device
@@ -62,10 +66,25 @@ class Pass:
     engram_rows: tuple[Buffer, ...]
     published: dict[int, int]  # index source -> owner whose keys it scores, where that is not its own
     main_hidden: Buffer | None = None
+    touched: Buffer | None = None
 
     def temp(self, name: str, *shape: int, dtype: str | None = None) -> Buffer:
         """Scratch of the activation dtype unless said otherwise."""
         return self.ws.get(name, shape, dtype or self.numerics.act)
+
+    @contextlib.contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """`work()` beside the block in a step, whose launches are too small to fill the device; else before it."""
+        if self.family == "step":
+            with self.device.beside(work):
+                yield
+        else:
+            work()
+            yield
+
+    @property
+    def window_chunk(self) -> Buffer:
+        return self.ws.get("window_chunk", self.state.layout.window_shape(self.R), self.state.layout.dtype)
 
     @property
     def picks(self) -> Buffer:
@@ -135,16 +154,21 @@ def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
     compress_store(dev, rows.comp, lat, p.pos, lw.freq, R, lw.ratio)
 
 
-def _select(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> None:
-    """An index source's picks for every row (model-text 5.6); later layers reuse them."""
+def _index_query(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> tuple[Buffer, Buffer]:
+    """An index source's queries and head weights, f32 [R, Hi, I] and [R, Hi]."""
     c, dev, R = p.config, p.device, p.R
-    if lw.indexer is None:
-        return
+    assert lw.indexer is not None
     q = p.temp("index_q", R, c.index_n_heads, c.index_head_dim, dtype="f32")
     linear(dev, p.ws, p.family, lw.indexer.query, q, qr, R)
     index_query(dev, q, p.pos, lw.freq, R, p.numerics.kv)
     w = p.temp("index_w", R, c.index_n_heads, dtype="f32")
     linear(dev, p.ws, p.family, lw.indexer.weights, w, y, R)
+    return q, w
+
+
+def _select(p: Pass, lw: LayerWeights, q: Buffer, w: Buffer) -> None:
+    """An index source's picks for every row (model-text 5.6); later layers reuse them."""
+    c, dev, R = p.config, p.device, p.R
     owner = c.kv_owner(lw.layer)
     assert owner is not None
     candidates = None
@@ -161,8 +185,29 @@ def _select(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> None:
     )  # fmt: skip
 
 
-def attend(p: Pass, lw: LayerWeights, y: Buffer) -> None:
-    """Attention of the rows and its way back into the streams (model-text 5.4).
+def _window_rows(p: Pass, lw: LayerWeights, y: Buffer) -> None:
+    """Fill `window_chunk`, from which attention reads the rows' own keys."""
+    c, dev, R = p.config, p.device, p.R
+    kv = p.temp("kv", R, c.head_dim)
+    linear(dev, p.ws, p.family, lw.kv, kv, y, R)
+    window_kv(dev, p.window_chunk, kv, lw.kv_norm, p.pos, lw.freq, R, c.rms_norm_eps)
+
+
+def _queries(p: Pass, lw: LayerWeights, y: Buffer) -> tuple[Buffer, Buffer]:
+    """Queries A [R, H, K] and the normed vector that they come from, A [R, q_lora_rank]."""
+    c, dev, R = p.config, p.device, p.R
+    qa = p.temp("q_a", R, c.q_lora_rank)
+    linear(dev, p.ws, p.family, lw.q_a, qa, y, R)
+    qr = p.temp("q_r", R, c.q_lora_rank)
+    rms_norm(dev, qr, qa, lw.q_a_norm, R, c.q_lora_rank, c.rms_norm_eps)
+    q = p.temp("q", R, c.num_attention_heads, c.head_dim)
+    linear(dev, p.ws, p.family, lw.q_b, q, qr, R)
+    rope_query(dev, q, p.pos, lw.freq, R)
+    return q, qr
+
+
+def attend(p: Pass, lw: LayerWeights, y: Buffer, *, publishing: bool = False) -> None:
+    """Attention of the rows and its way back into the streams (model-text 5.4); `publishing`: publish them too.
 
     The streams as they enter it, after the engram, are the draft head's tap (dspark 3): here, and not in `run_layer`,
     because a bounded replay enters its split layer here.
@@ -171,22 +216,22 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer) -> None:
     if p.main_hidden is not None and lw.layer in c.dspark_target_layer_ids:
         draft_tap(dev, p.main_hidden, p.x, c.dspark_target_layer_ids.index(lw.layer), R)
     H, K = c.num_attention_heads, c.head_dim
-    qa = p.temp("q_a", R, c.q_lora_rank)
-    linear(dev, p.ws, fam, lw.q_a, qa, y, R)
-    qr = p.temp("q_r", R, c.q_lora_rank)
-    rms_norm(dev, qr, qa, lw.q_a_norm, R, c.q_lora_rank, c.rms_norm_eps)
-    q = p.temp("q", R, H, K)
-    linear(dev, p.ws, fam, lw.q_b, q, qr, R)
-    rope_query(dev, q, p.pos, lw.freq, R)
-    kv = p.temp("kv", R, K)
-    linear(dev, p.ws, fam, lw.kv, kv, y, R)
-    chunk = p.ws.get("window_chunk", p.state.layout.window_shape(R), p.state.layout.dtype)
-    window_kv(dev, chunk, kv, lw.kv_norm, p.pos, lw.freq, R, c.rms_norm_eps)
+
+    def keys() -> None:
+        if publishing:
+            publish(p, lw, y)
+        _window_rows(p, lw, y)
+
+    with p.beside(keys):
+        q, qr = _queries(p, lw, y)
+        index = _index_query(p, lw, y, qr) if lw.indexer is not None else None
+    chunk = p.window_chunk
     comp = picks = None
     if lw.ratio:
         owner = c.kv_owner(lw.layer)
         assert owner is not None
-        _select(p, lw, y, qr)
+        if index is not None:
+            _select(p, lw, *index)
         comp, picks = p.state.sources[owner].comp, p.picks
     out = p.temp("attn_out", R, H, K)
     ring = p.state.rings[lw.layer]
@@ -211,18 +256,23 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
     mixes(dev, p.ws, lw.hyper_ffn, p.x, p.pre, post, comb, R)
     z = p.temp("block_in", R, c.hidden_size)
     collapse_norm(dev, z, p.x, p.temp("attn_pre", R, c.hc_mult, dtype="f32"), lw.ffn_norm, R, c.rms_norm_eps)
-    logits = p.temp("router_logits", R, c.n_routed_experts, dtype="f32")
-    linear(dev, p.ws, fam, lw.router, logits, z, R)
-    chosen, weights = p.temp("experts_chosen", R, k, dtype="i32"), p.temp("expert_weights", R, k, dtype="f32")
-    route(dev, p.ws, logits, lw.router_bias, chosen, weights, R, c)
-    slots = p.temp("expert_out", R, k, c.hidden_size, dtype="f32")
-    experts(dev, p.ws, fam, lw.experts, slots, z, chosen, weights, R)
-    gate, up, h = p.temp("shared_g", R, F), p.temp("shared_u", R, F), p.temp("shared_h", R, F)
-    linear(dev, p.ws, fam, lw.shared_gate, gate, z, R)
-    linear(dev, p.ws, fam, lw.shared_up, up, z, R)
-    swiglu(dev, h, gate, up, R, F, c.swiglu_limit)
     shared = p.temp("shared_out", R, c.hidden_size)
-    linear(dev, p.ws, fam, lw.shared_down, shared, h, R)
+
+    def shared_expert() -> None:
+        gate, up, h = p.temp("shared_g", R, F), p.temp("shared_u", R, F), p.temp("shared_h", R, F)
+        linear(dev, p.ws, fam, lw.shared_gate, gate, z, R)
+        linear(dev, p.ws, fam, lw.shared_up, up, z, R)
+        swiglu(dev, h, gate, up, R, F, c.swiglu_limit)
+        linear(dev, p.ws, fam, lw.shared_down, shared, h, R)
+
+    with p.beside(shared_expert):
+        logits = p.temp("router_logits", R, c.n_routed_experts, dtype="f32")
+        linear(dev, p.ws, fam, lw.router, logits, z, R)
+        chosen, weights = p.temp("experts_chosen", R, k, dtype="i32"), p.temp("expert_weights", R, k, dtype="f32")
+        route(dev, p.ws, logits, lw.router_bias, chosen, weights, R, c)
+        slots = p.temp("expert_out", R, k, c.hidden_size, dtype="f32")
+        total = None if p.touched is None else p.touched.view(4 * lw.layer, (1,), "u32")
+    experts(dev, p.ws, fam, lw.experts, slots, z, chosen, weights, R, total=total)
     out = p.temp("block_out", R, c.hidden_size)
     moe_sum(dev, out, slots, shared, R)
     expand(dev, p.x, out, post, comb, R)
@@ -231,9 +281,7 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
 def run_layer(p: Pass, lw: LayerWeights) -> None:
     """One whole layer for every row of the pass."""
     apply_engram(p, lw)
-    y = attention_input(p, lw)
-    publish(p, lw, y)
-    attend(p, lw, y)
+    attend(p, lw, attention_input(p, lw), publishing=True)
     feed_forward(p, lw)
 
 

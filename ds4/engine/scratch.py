@@ -4,6 +4,9 @@ A workspace owns one buffer a name. `get` returns a view of the wanted shape; wh
 replaced by a larger one (twice as large at least), which is refused while a graph is being captured: a captured
 launch keeps the address it was recorded with. Graphs recorded before a growth must therefore be thrown away;
 `generation` rises with every growth so that their owner can tell.
+
+A name is one piece of memory: of two branches of work that run beside each other (`Device.beside`) neither may write
+scratch that the other names. The check build reports it where they do.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class Workspace:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.generation = 0
+        self.passes = 0  # begun by anyone who works in this scratch: what one pass left here, the next writes over
         self._buffers: dict[tuple[str, str], Buffer] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: str) -> Buffer:

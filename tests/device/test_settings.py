@@ -15,11 +15,13 @@ KNOWN = {"host": str, "port": int, "mem_budget_mb": int, "temp": (int, float), "
 def test_defaults() -> None:
     found = device_settings({})
     assert (found.driver, found.simt, found.order, found.workers, found.cxx) == ("auto", "fast", "greedy", 0, "g++")
+    assert found.replay == "recorded"
     assert found.cache == Path("~/.cache/ds4").expanduser() and found.cuda_dir is None
 
 
 def test_values() -> None:
     env = {"DS4_DRIVER": "simt", "DS4_SIMT": "check", "DS4_SIMT_ORDER": "falling", "DS4_SIMT_WORKERS": "3"}
+    env["DS4_SIMT_REPLAY"] = "turns"
     found = device_settings(env | {"DS4_CACHE": "/c", "DS4_CUDA_DIR": "/k", "DS4_CXX": "clang++"})
     assert (found.driver, found.simt, found.order, found.workers, found.cxx) == (
         "simt",
@@ -28,7 +30,7 @@ def test_values() -> None:
         3,
         "clang++",
     )
-    assert (found.cache, found.cuda_dir) == (Path("/c"), Path("/k"))
+    assert (found.cache, found.cuda_dir, found.replay) == (Path("/c"), Path("/k"), "turns")
 
 
 def test_an_empty_variable_is_an_unset_one() -> None:
@@ -41,6 +43,7 @@ def test_an_empty_variable_is_an_unset_one() -> None:
         ("DS4_DRIVER", "cpu"),
         ("DS4_SIMT", "slow"),
         ("DS4_SIMT_ORDER", "up"),
+        ("DS4_SIMT_REPLAY", "backwards"),
         ("DS4_SIMT_WORKERS", "-1"),
         ("DS4_SIMT_WORKERS", "many"),
         ("DS4_SIMT_WORKERS", "4096"),

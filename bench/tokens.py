@@ -30,6 +30,7 @@ from watched import Watched
 
 from ds4.device import Buffer, Device, Kernel
 from ds4.engine import Engine, Sampling
+from ds4.engine.lane import Lane
 from ds4.engine.ops.experts import ExpertWeights
 from ds4.engine.ops.linear import Weight
 from ds4.engine.scratch import Workspace
@@ -76,7 +77,8 @@ def session(engine: Engine, *, graphs: bool, device: Device | None = None) -> Se
     """A session of the engine's weights, with or without captured graphs, on the device or a view of it."""
     dev = device or engine.device
     options = dataclasses.replace(engine.options, graphs=graphs)
-    return Session(dev, Workspace(dev), engine.config, engine.weights, engine.feed, options)
+    lane = Lane(dev, Workspace(dev), engine.config, engine.weights, engine.feed, options)
+    return Session(dev, engine.config, lane)
 
 
 def prompt(config: ModelConfig, n: int, seed: int) -> list[int]:

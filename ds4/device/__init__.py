@@ -5,5 +5,6 @@ from ds4.device.context import DeviceInfo, Event, Stream
 from ds4.device.graph import Graph
 from ds4.device.kernels import Kernel
 from ds4.device.memory import Buffer
+from ds4.device.readback import Readback
 
-__all__ = ["Buffer", "Device", "DeviceInfo", "Event", "Graph", "Kernel", "Stream"]
+__all__ = ["Buffer", "Device", "DeviceInfo", "Event", "Graph", "Kernel", "Readback", "Stream"]

@@ -10,7 +10,7 @@ captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,21 @@ from ds4.engine.ops.kv import window_commit, window_kv
 from ds4.engine.ops.linear import linear
 from ds4.engine.ops.norm import rms_norm
 from ds4.engine.ops.rope import rope_query
-from ds4.engine.ops.sample import sample
+from ds4.engine.ops.sample import penalize, sample
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SLACK, SequenceState
 from ds4.engine.weights import LayerWeights
 from ds4.errors import Ds4Error, UsageError
 from ds4.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Penalized:
+    """What penalties read (ops.sample.penalize): counts u32 [V], settings f32 [4], biases f32 [V]."""
+
+    seen: Buffer
+    values: Buffer
+    bias: Buffer
 
 
 class Drafter:
@@ -43,18 +52,20 @@ class Drafter:
         told: i32 [1 + 2 B], `tokens` and `confidence` in one piece, for one download.
         tokens: i32 [1 + B], the token that the last round started from, then its drafts.
         drafts: i32 [B], a view of them: draft i is for the position after `position + i`.
-        logits: f32 [B, V], the distribution that each draft was picked from.
+        logits: f32 [B, V], of each draft, without penalties.
         confidence: f32 [B], raw: its sigmoid is the chance that a draft is accepted if those before it are.
-        captures: graphs captured so far.   cold: runs that were the first of their kind or captured a graph.
+        rounds, commits: of drafts, and of keys, so far.   captures: graphs captured.   cold: runs that were the first
+            of their kind or captured a graph.
     """
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, numerics: Numerics, weights: DraftWeights,
-        sequence: SequenceState, *, graphs: bool,
+        sequence: SequenceState, *, graphs: bool, touched: Buffer | None = None,
     ) -> None:  # fmt: skip
         """Args:
             config: the model's; a smaller dspark_block_size drafts smaller blocks.
             sequence: the backbone's state, whose row format the rings share.
+            touched: u32 [layers and stages], see Pass.
 
         Raises:
             UsageError: a block of more rows than a decode pass has.
@@ -79,6 +90,8 @@ class Drafter:
         self._params = device.zeros((1, 8), "i32")
         self._picked = device.zeros((1, 4), "i32")
         self._draws = False
+        self._penalized: Penalized | None = None
+        self._left: Buffer | None = None  # logits f32 [B, V] as penalties leave them, once somebody is penalised
         self._ids = device.upload(np.full(B, config.dspark_noise_token_id, np.int32))
         self._pos = device.zeros((B,), "i32")
         self._ends = device.zeros((B + 1,), "i32")
@@ -87,10 +100,12 @@ class Drafter:
         self._markov = device.empty((B, 1, config.dspark_markov_rank), "f32")
         x = device.empty((B, S, config.hidden_size), "f32")
         pre = device.empty((B, S), "f32")
-        self._pass = Pass(device, ws, self.config, numerics, "step", sequence, B, x, pre, self._pos, (), {})
+        self._pass = Pass(
+            device, ws, self.config, numerics, "step", sequence, B, x, pre, self._pos, (), {}, None, touched
+        )
         self._graphs: dict[str, Graph | None] = {}  # None: run once, directly
         self._generation = ws.generation
-        self.captures = self.cold = 0
+        self.forget_counts()
 
     # -- keys of committed positions (dspark 4, 5, 6.1)
 
@@ -103,6 +118,7 @@ class Drafter:
         if not 1 <= count <= self.state.pending:
             raise Ds4Error(f"{count} draft rows to commit, {self.state.pending} are pending")
         start = self.state.start
+        self.commits += 1
         self.state.begin(start)
         self._commit_pos.write(np.arange(start, start + count, dtype=np.int32))
         self._run(f"commit {count}", lambda: self._write_keys(self.state.main, self._commit_pos, "step", count))
@@ -145,13 +161,22 @@ class Drafter:
 
     # -- a round (dspark 6)
 
-    def pick_by(self, params: NDArray[np.int32] | None) -> None:
+    def pick_by(self, params: NDArray[np.int32] | None, penalized: Penalized | None = None) -> None:
         """How the drafts of later rounds are picked: the likeliest one, or drawn by `params` i32 [1, 8] (ops.sample)
-        at the positions before theirs.
+        at the positions before theirs; from the logits, or from what penalties leave of them. A draft counts those
+        before it.
         """
         self._draws = params is not None
         if params is not None:
             self._params.write(params)
+        if penalized is not None and self._left is None:
+            self._left = self.device.empty(self.logits.shape, "f32")
+        self._penalized = penalized
+
+    @property
+    def picked_from(self) -> Buffer:
+        """f32 [B, V], the very numbers that the drafts of the last round were picked by."""
+        return self.logits if self._penalized is None or self._left is None else self._left
 
     def draft(self, token: Buffer) -> None:
         """One round after `token` i32 [1], the main model's choice for the first position it has not seen: the
@@ -166,7 +191,8 @@ class Drafter:
         self._pos.write(np.arange(at, at + B, dtype=np.int32))
         self._ends.write(np.array([at] + [at + B - 1] * B, np.int32))
         self.device.copy(self.tokens, token, 4)
-        self._run("drawn round" if self._draws else "round", self._round)
+        self.rounds += 1
+        self._run(f"round {self._draws} {self._penalized is not None}", self._round)
 
     def _round(self) -> None:
         p, dev, model = self._pass, self.device, self.weights.model
@@ -217,19 +243,28 @@ class Drafter:
             row = self.logits.view(4 * i * V, (1, V))
             draft_bias(dev, row, bias)
             token = self.tokens.view(4 * (i + 1), (1,))
+            if self._penalized is not None:
+                p, unbiased, row = self._penalized, row, self.picked_from.view(4 * i * V, (1, V))
+                before = self.drafts.view(0, (i,)) if i else None
+                penalize(dev, row, unbiased, p.seen, p.values, 1, pending=before, bias=p.bias, first=i)
             if self._draws:
                 sample(dev, self._picked, row, self._params, self._pos.view(4 * i, (1,)), 1, tokens=token)
             else:
                 draft_argmax(dev, token, row)
 
+    def forget_counts(self) -> None:
+        """Count from zero."""
+        self.captures = self.cold = self.rounds = self.commits = 0
+
     # -- graphs
 
     def forget_graphs(self) -> None:
         """Captured launches hold addresses; called when a buffer that they name has moved."""
-        self._graphs.clear()
+        self._graphs = dict.fromkeys(self._graphs)
 
     def _run(self, kind: str, launches: Callable[[], None]) -> None:
-        """Directly the first time, captured the second, replayed from then on; scratch that grew starts it over."""
+        """Directly the first time, captured the second, replayed from then on; scratch that grew: captured again."""
+        self.ws.passes += 1
         if self.ws.generation != self._generation:
             self.forget_graphs()
             self._generation = self.ws.generation
@@ -245,5 +280,7 @@ class Drafter:
             return
         self.cold += kind not in self._graphs
         launches()
-        if self.ws.generation == self._generation:
-            self._graphs[kind] = None
+        if self.ws.generation != self._generation:
+            self.forget_graphs()
+            self._generation = self.ws.generation
+        self._graphs[kind] = None

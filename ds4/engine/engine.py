@@ -6,19 +6,21 @@ and keeps the n-gram tables on disk behind the row store.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ds4.base.reader import Base
 from ds4.device import Device
 from ds4.engine.draft_weights import DraftWeights, draft_bytes, place_draft
+from ds4.engine.lane import Lane, SessionOptions
 from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts, Scheduler
 from ds4.engine.scratch import Workspace
-from ds4.engine.session import PLAIN, Session, SessionOptions
-from ds4.engine.step import MAX_ROWS
+from ds4.engine.session import PLAIN, Session
+from ds4.engine.slots import MAX_ROWS
 from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
 from ds4.engram.store import RowStore
 from ds4.engram.tables import EngramTables
@@ -26,6 +28,7 @@ from ds4.errors import CapacityError, UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
 
+MOST_IDLE = 1  # lanes kept for the next session
 CHOICES = {
     "activations": ("bf16", "f32"),
     "kv": ("fp4", "f32"),
@@ -51,6 +54,7 @@ class Engine:
     draft: DraftWeights | None = None
     block: int = 0
     draft_k: int | None = None
+    _idle: list[Lane] = field(default_factory=list)
 
     @property
     def config(self) -> ModelConfig:
@@ -128,16 +132,24 @@ class Engine:
         return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k)
 
     def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
-        """A new, empty sequence.
+        """A new, empty sequence; on the lane of one that is gone, if there is one.
 
         Args:
             policy: makes what decides about drafts, one a prompt; None: as the engine was opened.
         """
         config = replace(self.config, dspark_block_size=self.block) if self.draft is not None else self.config
-        return Session(
-            self.device, self.workspace, config, self.weights, self.feed, self.options, self.draft,
-            policy or self._policy,
-        )  # fmt: skip
+        if self._idle:
+            lane = self._idle.pop()
+            lane.clear()
+        else:
+            lane = Lane(self.device, self.workspace, config, self.weights, self.feed, self.options, self.draft)
+        session = Session(self.device, config, lane, policy or self._policy)
+        weakref.finalize(session, _give_back, self._idle, lane).atexit = False
+        return session
+
+    def drop_idle(self) -> None:
+        """Give back the memory and the graphs of sequences that are gone."""
+        self._idle.clear()
 
     def _policy(self) -> DraftPolicy:
         if self.draft is None:
@@ -147,6 +159,12 @@ class Engine:
     def close(self) -> None:
         """Close the n-gram shards; device memory goes with the object."""
         self.feed.close()
+
+
+def _give_back(idle: list[Lane], lane: Lane) -> None:
+    """A session is gone; may run in any thread, hence nothing of the device here."""
+    if len(idle) < MOST_IDLE:
+        idle.append(lane)
 
 
 def _tables(base: Base) -> EngramTables:

@@ -88,13 +88,14 @@ class Prefill:
         """
         ext = self.extent(len(tokens))
         self.state.reserve(ext.end)
+        self.ws.passes += 1
         out: NDArray[np.float32] | None = None
         if logits == "all":
             out = np.full((ext.end - ext.start, self.config.vocab_size), np.nan, np.float32)
         below = self.config.last_kv_source if ext.bounded else None
         slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if below is None or layer <= below]
         chunk = min(self.chunk, MOST_ROWS)
-        tickets = self.feed.request(tokens, ext.start, min(chunk, ext.end - ext.start), slots)
+        tickets = self.feed.read(tokens, ext.start, min(chunk, ext.end - ext.start), slots)
         at = ext.start
         while at < ext.end:
             if cancelled is not None and cancelled():
@@ -103,7 +104,7 @@ class Prefill:
             mine = tickets
             ahead = at + count
             if ahead < ext.end:
-                tickets = self.feed.request(tokens, ahead, min(chunk, ext.end - ahead), slots)
+                tickets = self.feed.read(tokens, ahead, min(chunk, ext.end - ahead), slots)
             p = self._pass(at, count)
             for g, ticket in mine.items():
                 p.engram_rows[g].write(ticket.wait().reshape(-1))
@@ -200,7 +201,7 @@ class Prefill:
         """The split layer's attention and everything after it, for the last window of positions."""
         count = ext.end - ext.replay_from
         slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if layer > split]
-        tickets = self.feed.request(tokens, ext.replay_from, count, slots)
+        tickets = self.feed.read(tokens, ext.replay_from, count, slots)
         self.state.set_first(self.state.first[0], ext.replay_from)
         self.state.replayed_to = ext.end
         p = self._pass(ext.replay_from, count)

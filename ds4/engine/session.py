@@ -16,20 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
-from ds4.engine.draft import Drafter
+from ds4.engine.choose import Drawn
 from ds4.engine.draft_state import DraftSnapshot
-from ds4.engine.draft_weights import DraftWeights
-from ds4.engine.layer import Numerics
-from ds4.engine.ngrams import NgramFeed
-from ds4.engine.ops.kv import kv_layout
-from ds4.engine.prefill import Cancelled, Prefill
-from ds4.engine.rounds import Drawn, RoundCounts, Rounds
+from ds4.engine.lane import Lane
+from ds4.engine.prefill import Cancelled
+from ds4.engine.rounds import RoundCounts
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts
-from ds4.engine.scratch import Workspace
-from ds4.engine.state import SequenceState, Snapshot
-from ds4.engine.step import MAX_ROWS, StepRunner, Tap
-from ds4.engine.weights import ModelWeights
+from ds4.engine.slots import MAX_ROWS
+from ds4.engine.state import Snapshot
+from ds4.engine.step import Tap
+from ds4.engine.traffic import weight_bytes
 from ds4.errors import Ds4Error, RequestError
 from ds4.model.config import ModelConfig
 
@@ -38,11 +35,13 @@ PLAIN: Callable[[], DraftPolicy] = partial(FixedDrafts, 0)  # decode a token a p
 
 @dataclass(frozen=True)
 class SessionSnapshot:
-    """A timeline and its state on the host; `logits` f32 [V] of its last position, if they were known; tokens drawn
-    by `sampling` that wait to be asked for; the draft head's state, where there is one.
+    """A timeline and its state on the host: the first `prompt` tokens were given, the others drawn or stepped;
+    `logits` f32 [V] of its last position, if they were known; tokens drawn by `sampling` that wait to be asked for;
+    the draft head's state, where there is one.
     """
 
     tokens: tuple[int, ...]
+    prompt: int
     state: Snapshot
     logits: NDArray[np.float32] | None
     waiting: tuple[Drawn, ...]
@@ -50,57 +49,36 @@ class SessionSnapshot:
     draft: DraftSnapshot | None
 
 
-@dataclass(frozen=True)
-class SessionOptions:
-    """How a session computes; see Engine.open."""
-
-    numerics: Numerics
-    prefill: str
-    index_keys: str
-    chunk: int
-    graphs: bool
-    state_budget_bytes: int | None = None
-    draft: str = "drawn"
-
-
 class Session:
-    """One sequence on the device. Not thread-safe: one thread owns the device."""
+    """One sequence on the device. Not thread-safe: one thread owns the device.
+
+    Attributes:
+        tokens: the timeline.   last: what `next` drew last.
+    """
 
     def __init__(
-        self, device: Device, ws: Workspace, config: ModelConfig, weights: ModelWeights, feed: NgramFeed,
-        options: SessionOptions, draft: DraftWeights | None = None,
-        policy: Callable[[], DraftPolicy] = PLAIN,
-    ) -> None:  # fmt: skip
-        """A sequence without tokens. `draft`: the draft head, None: plain decode; `policy` makes what decides about
-        drafts, one a prompt.
+        self, device: Device, config: ModelConfig, lane: Lane, policy: Callable[[], DraftPolicy] = PLAIN
+    ) -> None:
+        """A sequence without tokens on a lane that nobody else uses. `policy` makes what decides about drafts, one a
+        prompt.
         """
-        self.device, self.config = device, config
-        self.state = SequenceState(
-            device, config, kv_layout(config, options.numerics.kv), budget_bytes=options.state_budget_bytes
-        )
-        self._step = StepRunner(
-            device, ws, config, options.numerics, weights, self.state, feed,
-            index_keys=options.index_keys, graphs=options.graphs,
-        )  # fmt: skip
-        self._drafter: Drafter | None = None
-        if draft is not None:
-            self._drafter = Drafter(
-                device, ws, config, options.numerics, draft, self.state, graphs=options.graphs
-            )  # fmt: skip
-        self._prefill = Prefill(
-            device, ws, config, options.numerics, weights, self.state, feed, options.prefill, options.chunk,
-            self._drafter,
-        )  # fmt: skip
-        self._rounds = Rounds(device, self._step, self._drafter, argmax=options.draft == "argmax")
+        self.device, self.config, self.lane = device, config, lane
+        self.state = lane.state
+        self._step, self._drafter, self._prefill, self._rounds = lane.step, lane.drafter, lane.prefill, lane.rounds
         self._new_policy = policy
         self.policy = policy()
-        self._one_by_one = options.index_keys == "released"
-        self._last = device.empty((1, config.vocab_size), "f32")
+        self._one_by_one = lane.options.index_keys == "released"
         self._logits: Buffer | None = None  # of the state's last position
         self._waiting: list[Drawn] = []  # drawn by `_sampling`, not asked for yet
         self._sampling: Sampling | None = None
         self.tokens: list[int] = []
-        self.last_logprob = 0.0
+        self._prompt = 0
+        self.last = Drawn(-1, 0.0)
+
+    @property
+    def last_logprob(self) -> float:
+        """Log-probability of the token that `next` drew last, under the model's own distribution."""
+        return self.last.logprob
 
     @property
     def position(self) -> int:
@@ -118,9 +96,21 @@ class Session:
         return self._rounds.counts
 
     def report(self) -> dict[str, object]:
-        """The same for people (RoundCounts.report), and graphs captured for it."""
+        """The same for people (RoundCounts.report), graphs captured, stored weight bytes that decode read for a token
+        drawn in rounds, and what became of reads of n-gram rows (the feed's, since the engine was opened).
+        """
         captures = self._step.counts.captures + (self._drafter.captures if self._drafter is not None else 0)
-        return {**self._rounds.counts.report(), "captures": captures}
+        drawn = self._rounds.counts.tokens
+        out = {**self._rounds.counts.report(), "captures": captures}
+        if drawn:
+            out["weight_bytes_per_token"] = round(weight_bytes(self.lane) / drawn)
+        if self._step.feed.stores:
+            stats = [store.stats for store in self._step.feed.stores]
+            out["engram"] = {
+                "reads": sum(s.reads for s in stats), "bytes": sum(s.bytes for s in stats),
+                **vars(self._step.feed.counts),
+            }  # fmt: skip
+        return out
 
     def _check(self, tokens: Sequence[int], most: int) -> None:
         if len(tokens) == 0:
@@ -168,8 +158,9 @@ class Session:
             if held != wanted:
                 break
             keep += 1
+        self._rounds.chooser.forget_text()
         if keep == len(tokens) == self.position and logits == "last" and self._logits is not None:
-            self.tokens = tokens
+            self.tokens, self._prompt = tokens, len(tokens)
             return None
         keep = min(keep, len(tokens) - 1)
         if self.state.can_roll_back(keep):
@@ -181,7 +172,7 @@ class Session:
                 raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
             self._prefill.chunk = chunk
         bounded = self._prefill.extent(len(tokens)).bounded
-        self.tokens = tokens
+        self.tokens, self._prompt = tokens, len(tokens)
         start = self.position
         moved = self.state.reserve(len(tokens))
         if moved:
@@ -189,7 +180,7 @@ class Session:
         self.policy = self._new_policy()
         self._rounds.commit()
         try:
-            out = self._prefill.run(tokens, logits, self._last, on_progress, cancelled, tap)
+            out = self._prefill.run(tokens, logits, self.lane.last, on_progress, cancelled, tap)
         except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead
             if bounded:
                 self._clear()
@@ -201,7 +192,7 @@ class Session:
             raise
         self._published_by_prefill(start, len(tokens))
         if logits != "none":
-            self._logits = self._last
+            self._logits = self.lane.last
         return out
 
     def _published_by_prefill(self, start: int, end: int) -> None:
@@ -223,11 +214,15 @@ class Session:
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings - len(self.tokens))
         self._drop_waiting()
+        self._rounds.chooser.forget_text()
         pending = len(self.tokens) - self.position
         self.tokens = self.tokens + tokens
         rows: list[NDArray[np.float32]] = []
         while self.position < len(self.tokens):
-            count = min(1 if self._one_by_one else MAX_ROWS, len(self.tokens) - self.position)
+            most = 1 if self._one_by_one else MAX_ROWS
+            count = min(most, len(self.tokens) - self.position)
+            ahead = min(count + most, len(self.tokens) - self.position)  # this pass and the next one
+            self._step.feed.announce(self.tokens[: self.position + ahead], self.position, ahead)
             out = self._run_step(count, tap)
             if logits:
                 rows.append(self.device.download(out))
@@ -260,34 +255,35 @@ class Session:
         return out
 
     def next(self, sampling: Sampling, *, left: int | None = None) -> int:
-        """Draw the token after the timeline, append it, return it. `last_logprob` is its untempered log-probability.
+        """Draw the token after the timeline, append it, return it; `last` says more about it.
 
         Args:
             left: tokens that will be asked for at most, this one too: no more are drawn ahead.
 
         Raises:
-            RequestError: the context is full (code context_length_exceeded).
+            RequestError: the context is full (code context_length_exceeded), or a bias on a token that is not there.
             DeviceError: the logits hold NaN.
         """
         if len(self.tokens) >= self.config.max_position_embeddings:
             raise RequestError("the context is full", "messages", "context_length_exceeded")
         if sampling != self._sampling:
+            sampling.penalties.check_vocab(self.config.vocab_size)
             self._drop_waiting()
             self._sampling = sampling
         if not self._waiting:
             self._waiting = self._draw(sampling, left)
-        drawn = self._waiting.pop(0)
-        self.last_logprob = drawn.logprob
-        self.tokens.append(drawn.token)
-        return drawn.token
+        self.last = self._waiting.pop(0)
+        self.tokens.append(self.last.token)
+        return self.last.token
 
     def _draw(self, sampling: Sampling, left: int | None) -> list[Drawn]:
         """At least one token after the timeline."""
-        if self.position != len(self.tokens) - 1 or self.position < 1:
-            return [self._rounds.after(self._current(), self.position - 1, sampling)]
-        self._logits = None
         room = self.config.max_position_embeddings - len(self.tokens)
-        drawn = self._rounds.run(self.tokens, sampling, self.policy, room if left is None else max(1, left))
+        left = room if left is None else max(1, left)
+        if self.position != len(self.tokens) - 1 or self.position < 1:
+            return [self._rounds.after(self._current(), self.tokens, sampling, self._prompt, left)]
+        self._logits = None
+        drawn = self._rounds.run(self.tokens, sampling, self.policy, left, self._prompt)
         self._logits = self._rounds.last
         return drawn
 
@@ -300,6 +296,7 @@ class Session:
     def _clear(self) -> None:
         self.state.clear()
         self._logits = None
+        self._rounds.chooser.forget_text()
         if self._drafter is not None:
             self._drafter.state.clear()
 
@@ -308,7 +305,13 @@ class Session:
         logits = None if self._logits is None else self.device.download(self._logits)[0]
         draft = None if self._drafter is None else self._drafter.state.snapshot()
         return SessionSnapshot(
-            tuple(self.tokens), self.state.snapshot(), logits, tuple(self._waiting), self._sampling, draft
+            tuple(self.tokens),
+            self._prompt,
+            self.state.snapshot(),
+            logits,
+            tuple(self._waiting),
+            self._sampling,
+            draft,
         )
 
     def restore(self, snapshot: SessionSnapshot) -> None:
@@ -319,12 +322,13 @@ class Session:
             self._drafter.state.clear()
             if snapshot.draft is not None:
                 self._drafter.state.restore(snapshot.draft)
-        self.tokens = list(snapshot.tokens)
+        self.tokens, self._prompt = list(snapshot.tokens), snapshot.prompt
+        self._rounds.chooser.forget_text()
         self._waiting, self._sampling = list(snapshot.waiting), snapshot.sampling
         self._logits = None
         if snapshot.logits is not None:
-            self._last.write(snapshot.logits.reshape(1, -1))
-            self._logits = self._last
+            self.lane.last.write(snapshot.logits.reshape(1, -1))
+            self._logits = self.lane.last
 
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on; exact, or refused (state.py)."""
@@ -334,11 +338,14 @@ class Session:
         if position < self.position:
             self._go_back(position)
         self.tokens = self.tokens[:position]
+        self._prompt = min(self._prompt, position)
+        self._rounds.chooser.forget_text()
 
     def _go_back(self, position: int) -> None:
         self._rounds.go_back(position)
+        self._rounds.chooser.forget_text()
         self._logits = None
 
     def nbytes(self) -> int:
         """Device bytes of this sequence's state."""
-        return self.state.nbytes() + (self._drafter.state.nbytes() if self._drafter is not None else 0)
+        return self.lane.nbytes()

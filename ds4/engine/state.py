@@ -69,6 +69,7 @@ class SequenceState:
     first: tuple[int, int] = (0, 0)
     published: int | None = None
     replayed_to: int = 0  # window rows before this position cannot be brought back by `rollback`
+    version: int = 0  # rises where the sequence changes otherwise than by passes
     budget_bytes: int | None = None  # of device memory for this state; None: as much as there is
 
     def __post_init__(self) -> None:
@@ -125,6 +126,16 @@ class SequenceState:
                 "shorten the context or raise --mem-budget-mb"
             )
 
+    def take_from_budget(self, nbytes: int) -> None:
+        """Something else of this sequence takes a part of the budget.
+
+        Raises:
+            CapacityError: what is left does not hold what there is already.
+        """
+        if self.budget_bytes is not None:
+            self.budget_bytes -= nbytes
+            self._check_budget(self.capacity, self.capacity)
+
     def set_first(self, below: int, above: int) -> None:
         """Lowest existing window row of the layers below, and from, the last kv source."""
         self.first = (below, above)
@@ -155,10 +166,12 @@ class SequenceState:
                 f"{self.written}, and not before {self.replayed_to}; sync from the start instead"
             )
         self.position = position
+        self.version += 1
 
     def clear(self) -> None:
         """Back to an empty sequence; buffers stay."""
         self.position = self.written = self.replayed_to = 0
+        self.version += 1
         self.published = None
         self.set_first(0, 0)
 
@@ -199,6 +212,7 @@ class SequenceState:
         if set(named) != set(snapshot.arrays):
             raise Ds4Error("the snapshot belongs to another model: its tensors differ")
         self.position, self.written = snapshot.position, snapshot.written
+        self.version += 1
         for name, buffer in named.items():
             data = snapshot.arrays[name]
             if data.nbytes != self._live_bytes(name, buffer):

@@ -1,10 +1,13 @@
-"""Decode: 1 to 8 consecutive rows through all layers, as captured graphs.
+"""Decode: 1 to 8 consecutive rows through all layers, and the choice of the next token, as captured graphs.
 
 One set of graphs a (rows, capacity, published keys, rows for the draft head or not): one graph from the embedding to
 the first engram layer and one from each engram layer to the next, so that the rows of a later engram layer may still
-be on their way while the layers before it run. Position, ids and n-gram rows live in device slots that are written
-before a replay, so a replay never re-captures. The first step of a kind runs its launches directly, which grows the
-scratch; the second is captured.
+be on their way while the layers before it run. The last one also holds what chooses the tokens (choose.py), so there
+is one of it for each way to choose. Position, ids and n-gram rows live in device slots, so that a replay never needs
+another capture. The first step of a kind runs its launches directly, which grows the scratch; the second is captured.
+
+A step may run ahead: the layers before the first n-gram rows need only the token that the step before left on the
+device, so they are submitted before the host has seen it (`run_ahead`).
 """
 
 from __future__ import annotations
@@ -15,23 +18,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds4.device import Buffer, Device, Graph
+from ds4.engine.choose import Ending
 from ds4.engine.layer import Numerics, Pass, begin, head, run_layer
-from ds4.engine.ngrams import NgramFeed
+from ds4.engine.ngrams import NgramFeed, Rows
 from ds4.engine.scratch import Workspace
+from ds4.engine.slots import MAX_ROWS, Slots
 from ds4.engine.state import SequenceState
 from ds4.engine.weights import ModelWeights
-from ds4.engram.store import Ticket
 from ds4.model.config import ModelConfig
 
-MAX_ROWS = 8
 # (layer, position of the first row, streams on entry); layer L: streams after the last one
 Tap = Callable[[int, int, Buffer], None]
+Key = tuple[object, ...]
 
 
 @dataclass
 class StepCounts:
-    """What the runner did: launches recorded a step, captures, replays, steps run directly. `cold` counts the passes
-    that were the first of their kind or captured something: their time says nothing about the next one's.
+    """What the runner did: launches recorded a step, passes that captured, replayed, ran directly; first segments run
+    ahead, and those that the next pass could use. `cold` counts the passes that were the first of their kind or
+    captured something: their time says nothing about the next one's. `one_row`: passes of one row.
     """
 
     captures: int = 0
@@ -39,74 +44,115 @@ class StepCounts:
     direct: int = 0
     launches: int = 0
     cold: int = 0
+    one_row: int = 0
+    passes: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
 
 
 class StepRunner:
-    """The step of one sequence."""
+    """The step of one sequence. `touched` u32 [layers]: distinct experts of the passes of several rows, by layer."""
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, numerics: Numerics, weights: ModelWeights,
-        state: SequenceState, feed: NgramFeed, *, index_keys: str, graphs: bool,
+        state: SequenceState, feed: NgramFeed, *, index_keys: str, graphs: bool, touched: Buffer | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ws, self.config, self.numerics = device, ws, config, numerics
         self.weights, self.state, self.feed = weights, state, feed
-        self.index_keys, self.graphs = index_keys, graphs
+        self.index_keys, self.graphs, self.touched = index_keys, graphs, touched
         self.counts = StepCounts()
         S, D = config.hc_mult, config.hidden_size
-        self.ids = device.zeros((MAX_ROWS,), "i32")
-        self.pos = device.zeros((MAX_ROWS,), "i32")
+        self.slots = Slots(device)
         self.x = device.empty((MAX_ROWS, S, D), "f32")
         self.pre = device.empty((MAX_ROWS, S), "f32")
         self.logits = device.empty((MAX_ROWS, config.vocab_size), "f32")
         self._gathered = device.empty((MAX_ROWS if index_keys == "released" else 0, config.vocab_size), "f32")
         self.one_hot = device.upload(np.tile(np.eye(1, S, dtype=np.float32), (MAX_ROWS, 1)))
         self.engram_rows = tuple(device.zeros(feed.shape(MAX_ROWS), "u8") for _ in config.engram_layer_ids)
-        self._warm: set[tuple[object, ...]] = set()
-        self._graphs: dict[tuple[object, ...], list[Graph]] = {}
+        self._bounds = [0, *config.engram_layer_ids, config.num_hidden_layers]
+        self._warm: set[Key] = set()
+        self._graphs: dict[Key, Graph] = {}
         self._generation = ws.generation
+        self._last: Key = ()  # of the pass before
+        self._ahead: Key | None = None  # the pass whose first segment has run, and what must not have changed since
 
     def forget_graphs(self) -> None:
         """Captured launches hold addresses; called when a buffer that they name has moved."""
         self._graphs.clear()
-        self._warm.clear()
+        self._ahead = None
 
     def run(
-        self, tokens: Sequence[int], count: int, tap: Tap | None = None, *, main_hidden: Buffer | None = None
-    ) -> Buffer:
+        self, tokens: Sequence[int], count: int, tap: Tap | None = None, *, main_hidden: Buffer | None = None,
+        ending: Ending | None = None,
+    ) -> Buffer:  # fmt: skip
         """Run the `count` tokens that follow the state's position; `tokens` is the whole timeline up to and with
         them.
 
         Args:
             main_hidden: A [count, targets * D], filled with what the draft head reads of these rows. Always a view of
                 the same buffer: captured launches hold its address.
+            ending: what comes after the logits.
 
         Returns:
             Logits f32 [count, V]: a view that the next call overwrites.
         """
         if self.index_keys == "released" and count > 1:
-            return self._one_by_one(tokens, count, tap, main_hidden)
+            return self._one_by_one(tokens, count, tap, main_hidden, ending)
         state = self.state
         start = state.position
+        rows = self.feed.request(tokens, start, count)
         if state.reserve(start + count):
             self.forget_graphs()
-        tickets = self.feed.request(tokens, start, count, range(len(self.engram_rows)))
-        self.ids.write(np.asarray(tokens[start : start + count], np.int32))
-        self.pos.write(np.arange(start, start + count, dtype=np.int32))
+        ran_ahead = self._is_ahead(tokens[start : start + count], start)
+        self.slots.set(tokens[start : start + count], start)
         published = self._published(start)
         if self.ws.generation != self._generation:
             self.forget_graphs()
             self._generation = self.ws.generation
         key = (count, state.capacity, tuple(sorted(published.items())), main_hidden is not None)
-        p = self._pass(count, published)
-        if main_hidden is not None:
-            p.main_hidden = main_hidden
-        self._advance(key, p, tickets, tap)
+        p = self._pass(count, published, main_hidden)
+        self.ws.passes += 1
+        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key)
+        self.counts.passes += 1
+        self.counts.one_row += count == 1
+        self._last = key
         state.advance(start + count)
         if self.index_keys == "released":
             state.published = self.last_publisher(start, state.published)
         return self.logits.view(0, (count, self.config.vocab_size), "f32")
 
-    def _one_by_one(self, tokens: Sequence[int], count: int, tap: Tap | None, main_hidden: Buffer | None) -> Buffer:
+    def run_ahead(self) -> None:
+        """Submit the first segment of one more step, as the last one was, on the id and position that its choice
+        leaves in the slots. Nothing of the sequence changes by it but rows of a position that does not count yet; the
+        next `run` goes on from there if it is that step, and runs the segment again if not.
+        """
+        count, capacity, _, tapped = self._last
+        start = self.state.position
+        if count != 1 or start >= min(self.state.capacity, self.config.max_position_embeddings):
+            return
+        key = (1, capacity, tuple(sorted(self._published(start).items())), tapped)
+        graph = self._graphs.get((key, 0))
+        if graph is None or len(self._bounds) < 3 or self.ws.generation != self._generation:
+            return
+        graph.replay()
+        self.state.written = max(self.state.written, start + 1)
+        self.counts.ahead += 1
+        self._ahead = (key, start, self.ws.passes, self.state.version, self.slots.written)
+
+    def _is_ahead(self, tokens: Sequence[int], start: int) -> Key | None:
+        """The key of the pass whose first segment has run on these tokens, and is still as it was left."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[1:] != (start, self.ws.passes, self.state.version, self.slots.written):
+            return None
+        if len(tokens) != 1 or not self.slots.holds(tokens, start):
+            return None
+        key = ahead[0]
+        assert isinstance(key, tuple)
+        return key
+
+    def _one_by_one(
+        self, tokens: Sequence[int], count: int, tap: Tap | None, main_hidden: Buffer | None, ending: Ending | None
+    ) -> Buffer:
         """Released index keys: a source may score keys that a later layer made of the row before, so every row is a
         pass. Each leaves its row where a pass of one row does; it is moved to its place from there.
         """
@@ -125,7 +171,9 @@ class StepRunner:
                 self.device.copy(logits, out, 4 * V, dst_offset=4 * V * (end - 1))
                 self.device.copy(rows, one, one.nbytes, dst_offset=one.nbytes * (end - 1))
             self.device.copy(main_hidden, rows, rows.nbytes)
-        self.pos.write(np.arange(start, start + count, dtype=np.int32))  # as after a pass over all of them
+        self.slots.set(tokens[start : start + count], start)  # as before a pass over all of them
+        if ending is not None:
+            ending.launch(logits)
         return logits
 
     def go_back(self, position: int) -> None:
@@ -140,52 +188,59 @@ class StepRunner:
         for p in range(max(0, position - max(self.config.compress_ratios)), position):
             self.state.published = self.last_publisher(p, self.state.published)
 
-    def _pass(self, count: int, published: dict[int, int]) -> Pass:
+    def _pass(self, count: int, published: dict[int, int], main_hidden: Buffer | None) -> Pass:
         c = self.config
         rows = tuple(b.view(0, self.feed.shape(count), "u8") for b in self.engram_rows)
         x = self.x.view(0, (count, c.hc_mult, c.hidden_size), "f32")
         pre = self.pre.view(0, (count, c.hc_mult), "f32")
-        pos = self.pos.view(0, (count,), "i32")
+        pos = self.slots.pos.view(0, (count,), "i32")
         return Pass(
-            self.device, self.ws, c, self.numerics, "step", self.state, count, x, pre, pos, rows, published
+            self.device, self.ws, c, self.numerics, "step", self.state, count, x, pre, pos, rows, published,
+            main_hidden, self.touched,
         )  # fmt: skip
 
-    def _advance(self, key: tuple[object, ...], p: Pass, tickets: Mapping[int, Ticket], tap: Tap | None) -> None:
-        bounds = [0, *self.config.engram_layer_ids, self.config.num_hidden_layers]
-        graphs = self._graphs.get(key) if tap is None and self.graphs else None
-        capture = graphs is None and tap is None and self.graphs and key in self._warm
-        if capture:
-            graphs = []
-        self.counts.cold += capture or (graphs is None and key not in self._warm)
-        for i in range(len(bounds) - 1):
+    def _advance(
+        self, key: Key, p: Pass, rows: Mapping[int, Rows], tap: Tap | None, ending: Ending | None, *, skip: bool
+    ) -> None:
+        """All segments; `skip`: the first one has run ahead."""
+        last = len(self._bounds) - 2
+        replayed = captured = first = False
+        for i in range(last + 1):
             if i > 0:
-                self.engram_rows[i - 1].write(tickets[i - 1].wait().reshape(-1))
-            if capture:
-                assert graphs is not None
+                self.engram_rows[i - 1].write(rows[i - 1].wait())
+            segment: Key = (key, i)
+            if ending is not None and i == last:
+                segment = (key, i, ending.key)
+            graph = self._graphs.get(segment) if tap is None and self.graphs else None
+            if graph is None and tap is None and self.graphs and segment in self._warm:
                 with self.device.capture() as graph:
-                    self._segment(p, bounds[i], bounds[i + 1], i, None)
-                graphs.append(graph)
-            if graphs is not None:
-                graphs[i].replay()
+                    self._segment(p, i, None, ending)
+                self._graphs[segment] = graph
+                captured = True
+            if i == 0 and skip:
+                self.counts.ahead_used += 1
+            elif graph is not None:
+                graph.replay()
+                replayed = True
             else:
-                self._segment(p, bounds[i], bounds[i + 1], i, tap)
-        if graphs is None:
-            self.counts.direct += 1
-            if self.ws.generation == self._generation:
-                self._warm.add(key)
-        else:
-            self.counts.replays += 1
-        if capture and graphs is not None:
-            self._graphs[key] = graphs
-            self.counts.captures += 1
-            self.counts.launches = sum(g.n_launches for g in graphs)
+                self._segment(p, i, tap, ending)
+                first |= segment not in self._warm
+                self._warm.add(segment)
+        self.counts.replays += replayed
+        self.counts.direct += not replayed
+        self.counts.captures += captured
+        self.counts.cold += captured or first
+        if captured:
+            mine = [(key, i) for i in range(last)] + [segment]
+            self.counts.launches = sum(self._graphs[s].n_launches for s in mine if s in self._graphs)
         if self.ws.generation != self._generation:
             self.forget_graphs()
             self._generation = self.ws.generation
 
-    def _segment(self, p: Pass, first: int, end: int, index: int, tap: Tap | None) -> None:
+    def _segment(self, p: Pass, index: int, tap: Tap | None, ending: Ending | None) -> None:
+        first, end = self._bounds[index : index + 2]
         if index == 0:
-            begin(p, self.weights, self.ids.view(0, (p.R,), "i32"), self.one_hot)
+            begin(p, self.weights, self.slots.ids.view(0, (p.R,), "i32"), self.one_hot)
         for layer in range(first, end):
             if tap:
                 tap(layer, p.state.position, p.x)
@@ -193,7 +248,10 @@ class StepRunner:
         if end == self.config.num_hidden_layers:
             if tap:
                 tap(end, p.state.position, p.x)
-            head(p, self.weights, self.logits.view(0, (p.R, self.config.vocab_size), "f32"), 0, p.R)
+            logits = self.logits.view(0, (p.R, self.config.vocab_size), "f32")
+            head(p, self.weights, logits, 0, p.R)
+            if ending is not None:
+                ending.launch(logits)
 
     def _publishes(self, owner: int, position: int) -> bool:
         return (position + 1) % self.config.compress_ratios[owner] == 0

@@ -202,6 +202,7 @@ def test_state_grows_with_use(engines: Callable[..., Engine]) -> None:
     want = [large.next(Sampling()) for _ in range(20)]
     least = state.LEAST_CAPACITY
     state.LEAST_CAPACITY = 16
+    engine.drop_idle()
     try:
         small = engine.session()
         small.sync(ids)

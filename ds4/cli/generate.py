@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from ds4.cli.ids import check_length, model_ids
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
+from ds4.cli.report import Told, logprobs_json, print_logprobs, report_lines
 from ds4.engine import Engine, Sampling
+from ds4.engine.sampling import MOST_TOP, Penalties
 from ds4.errors import FileFormatError, RequestError, UsageError
 from ds4.model.chat import other_turns, render
 from ds4.model.tokenizer import StreamDecoder
@@ -34,14 +36,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("--chat", action="store_true", help="wrap TEXT as a user's message in the chat format")
     p.add_argument("--thinking", action="store_true", help="with --chat: let the model think first")
     p.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
-    p.add_argument("--temp", type=float, default=1.0, metavar="T", help="temperature; 0 is greedy (default 1)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0: all")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest mass P; 1: all")
-    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the likeliest")
-    p.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same tokens")
+    _add_sampling_flags(p)
     p.add_argument("--stats", action="store_true", help="say at the end, on stderr, what passes and drafts yielded")
     p.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
     p.set_defaults(run=run)
+
+
+def _add_sampling_flags(p: argparse.ArgumentParser) -> None:
+    """How a token is chosen (docs/sampling.md), and what is told of it."""
+
+    def number(flag: str, default: float, metavar: str, text: str) -> None:
+        p.add_argument(flag, type=float, default=default, metavar=metavar, help=text)
+
+    number("--temp", 1.0, "T", "temperature; 0 is greedy (default 1)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0: all")
+    number("--top-p", 1.0, "P", "keep the likeliest mass P; 1: all")
+    number("--min-p", 0.0, "P", "drop tokens below P of the likeliest")
+    p.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same tokens")
+    number("--presence-penalty", 0.0, "X", "taken off the logits of tokens that the answer has (-2 to 2)")
+    number("--frequency-penalty", 0.0, "X", "taken off them for each time that the answer has them (-2 to 2)")
+    number("--repetition-penalty", 1.0, "X", "divides logits of tokens in prompt or answer (0.1 to 10; 1: off)")
+    bias = p.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X")
+    bias.help = "added to the logit of one token (-100 to 100); may be repeated"
+    shown = p.add_argument("--logprobs", type=int, metavar="N")
+    shown.help = "show each token's log-probability, and those of the N likeliest (0 to 20)"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--thinking belongs to --chat: a plain prompt has no reasoning part")
     if args.chat and args.prompt is None:
         raise UsageError("--chat needs -p TEXT: ids are given as they are")
+    if args.logprobs is not None and not 0 <= args.logprobs <= MOST_TOP:
+        raise UsageError(f"--logprobs {args.logprobs}: must be between 0 and {MOST_TOP}")
     sampling = _sampling(args)
     given = None if args.ids is None else _read_ids(args.ids)
     engine = open_engine(args)
     try:
+        sampling.penalties.check_vocab(engine.config.vocab_size)
         ends = other_turns(engine.tokenizer) if args.chat else frozenset()
         return _generate(
             args, engine, sampling, _prompt_ids(args, given, engine), ends | {engine.config.eos_token_id}
@@ -63,9 +84,29 @@ def run(args: argparse.Namespace) -> int:
         engine.close()
 
 
+def _bias(text: str) -> tuple[int, float]:
+    """ID=X; argparse names the flag and exits with 2."""
+    token, _, value = text.partition("=")
+    try:
+        if not (token.isascii() and token.isdecimal()):
+            raise ValueError
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, a token id and a number") from None
+
+
 def _sampling(args: argparse.Namespace) -> Sampling:
+    bias = dict(args.logit_bias)
+    if len(bias) < len(args.logit_bias):
+        raise UsageError("--logit-bias names a token twice")
     seed = args.seed if args.seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-    return Sampling(args.temp, args.top_k, args.top_p, args.min_p, seed, seeded=args.seed is not None)
+    return Sampling(
+        args.temp, args.top_k, args.top_p, args.min_p, seed, seeded=args.seed is not None,
+        penalties=Penalties(
+            args.presence_penalty, args.frequency_penalty, args.repetition_penalty, tuple(bias.items())
+        ),
+        top=args.logprobs or 0,
+    )  # fmt: skip
 
 
 def _generate(
@@ -79,12 +120,15 @@ def _generate(
     decoder = StreamDecoder(engine.tokenizer)
     ids: list[int] = []
     text: list[str] = []
+    told: list[Told] = []
     reason = "length"
     room = engine.config.max_position_embeddings - len(prompt_ids)
     most = min(args.max_tokens, room)
     while len(ids) < most:
         token = session.next(sampling, left=most - len(ids))
         ids.append(token)
+        if args.logprobs is not None:
+            told.append(Told(token, session.last.logprob, session.last.top))
         if token in ends:
             reason = "stop"
             break
@@ -102,15 +146,19 @@ def _generate(
     }
     if args.json:
         out = {"prompt_ids": prompt_ids, "ids": ids, "text": "".join(text), "finish_reason": reason, "stats": stats}
+        if args.logprobs is not None:
+            out["logprobs"] = logprobs_json(told, engine.tokenizer)
         print(json.dumps(out, ensure_ascii=False))
     else:
         print()
+        if args.logprobs is not None:
+            print_logprobs(told, engine.tokenizer)
         if sys.stderr.isatty():
             rate = len(ids) / max(done - read, 1e-9)
             print(f"[{len(prompt_ids)} tokens read, {len(ids)} written, {rate:.1f} tokens/s]", file=sys.stderr)
     if args.stats:
-        for name, value in session.report().items():
-            print(f"{name.replace('_', ' ')}: {json.dumps(value)}", file=sys.stderr)
+        for line in report_lines(session.report()):
+            print(line, file=sys.stderr)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from ds4.cli.main import run
+from ds4.cli.report import Told, logprobs_json, print_logprobs, report_lines
 from tests.engine.conftest import DATA, bases  # noqa: F401 - the fixture
+from tests.server.standin import FIRST_BYTE, tokenizer_of
 
 PUBLISHED = DATA / "published"
 
@@ -89,10 +92,96 @@ def test_drafts_change_no_token_and_are_reported(
         assert drafted["ids"] == plain["ids"] and drafted["stats"]["verified_drafts"][k] >= 1
     assert run([str(a) for a in (*argv, "--stats")]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in said] == [
-        "rounds", "tokens per round", "acceptance by position", "verified drafts", "captures"
-    ]  # fmt: skip
+    names = [line.split(":")[0] for line in said]
+    assert names[:5] == ["rounds", "tokens per round", "acceptance by position", "verified drafts", "captures"]
+    assert {"weight bytes per token", "engram"} <= set(names) <= {s.replace("_", " ") for s in drafted["stats"]}
     assert "this model drafts 1 to 4" in refused(capsys, 2, *argv, "--dspark-block", 5)
+
+
+def test_log_probabilities_are_those_of_the_session(
+    capsys: pytest.CaptureFixture[str], model: list[object], ids: Path
+) -> None:
+    argv = [*model, "--ids", ids, "-n", 4, "--temp", 0]
+    plain = json.loads(ok(capsys, *argv, "--json"))
+    told = json.loads(ok(capsys, *argv, "--json", "--logprobs", 3))
+    assert "logprobs" not in plain and told["ids"] == plain["ids"] == [e["id"] for e in told["logprobs"]]
+    for entry in told["logprobs"]:
+        assert set(entry) == {"id", "token", "logprob", "top"} and len(entry["top"]) == 3
+        assert entry["top"][0] == {k: entry[k] for k in ("id", "token", "logprob")}  # greedy: the likeliest
+        values = [t["logprob"] for t in entry["top"]]
+        assert values == sorted(values, reverse=True) and values[0] < 0
+    none = json.loads(ok(capsys, *argv, "--json", "--logprobs", 0))["logprobs"]
+    assert none == [e | {"top": []} for e in told["logprobs"]]
+    table = ok(capsys, *argv, "--logprobs", 3)
+    for entry in told["logprobs"]:
+        assert f"{entry['logprob']:.4f}" in table and str(entry["id"]) in table
+    assert "likeliest" in table and "likeliest" not in ok(capsys, *argv, "--logprobs", 0)
+
+
+def test_penalties_and_biases_reach_the_engine(
+    capsys: pytest.CaptureFixture[str], model: list[object], ids: Path
+) -> None:
+    argv = [*model, "--ids", ids, "-n", 6, "--temp", 0, "--json"]
+
+    def drawn(*flags: object) -> list[int]:
+        return list(json.loads(ok(capsys, *argv, *flags))["ids"])
+
+    forced = ["--logit-bias", "77=100"]
+    assert drawn(*forced) == [77] * 6
+    first = drawn()[0]
+    assert first not in drawn("--logit-bias", f"{first}=-100", "--logit-bias", "77=1")
+    # equal biases: the larger logit wins until a penalty on what was said takes it off
+    pair = [*forced, "--logit-bias", "78=100"]
+    assert len(set(drawn(*pair, "--frequency-penalty", 2))) == 2
+    told = json.loads(ok(capsys, *argv, *forced, "--logprobs", 1))["logprobs"]
+    assert all(e["logprob"] < e["top"][0]["logprob"] for e in told)  # the model's own, before the bias
+
+
+def test_report_lines_say_whatever_there_is() -> None:
+    report = {
+        "rounds": 1200, "tokens_per_round": 2.08333, "acceptance_by_position": [0.75, 0.5],
+        "verified_drafts": {"0": 4}, "weight_bytes_per_token": 123456789.5,
+        "engram": {"reads": 2000, "bytes": 8, "waits": 0}, "none_yet": [],
+    }  # fmt: skip
+    assert list(report_lines(report)) == [
+        "rounds: 1,200", "tokens per round: 2.083", "acceptance by position: 0.75, 0.5", "verified drafts: 0: 4",
+        "weight bytes per token: 123,456,790", "engram: reads 2,000, bytes 8, waits 0", "none yet: none",
+    ]  # fmt: skip
+
+
+def test_a_table_of_tokens_shows_brackets_and_broken_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tokenizer_of([b"[bold]", b" \xf0\x9f"])
+    print_logprobs([Told(FIRST_BYTE, -0.5, ((FIRST_BYTE + 1, -math.inf),))], tokens)
+    said = capsys.readouterr().out
+    assert "'[bold]'" in said and "-0.5000" in said and r"b' \xf0\x9f' -inf" in said
+    entry = {"id": FIRST_BYTE + 1, "token": " \\xf0\\x9f", "logprob": -9999.0, "top": []}
+    assert logprobs_json([Told(FIRST_BYTE + 1, -math.inf, ())], tokens) == [entry]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--presence-penalty", 2.5], "presence_penalty is 2.5"),
+        (["--frequency-penalty", "nan"], "frequency_penalty is nan"),
+        (["--repetition-penalty", 0], "repetition_penalty is 0"),
+        (["--logit-bias", "5=101"], "logit_bias is 101"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names a token twice"),
+        (["--logit-bias", "320=1"], "logit_bias names token 320; ids run from 0 to 319"),
+        (["--logprobs", 21], "--logprobs 21"),
+        (["--logprobs", -1], "--logprobs -1"),
+    ],
+)
+def test_penalties_out_of_range_are_2(
+    flags: list[object], said: str, capsys: pytest.CaptureFixture[str], model: list[object]
+) -> None:
+    assert said in refused(capsys, 2, *model, "-p", "x", "-n", 1, *flags)
+
+
+@pytest.mark.parametrize("value", ["5", "=1", "x=1", "-5=1", "5=x", "5=", "\u0665=1"])
+def test_a_bias_is_a_token_and_a_number(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(["-m", "nowhere.gguf", "-p", "x", f"--logit-bias={value}"])
+    assert stopped.value.code == 2 and "argument --logit-bias: " in capsys.readouterr().err
 
 
 def test_a_typed_control_token_stays_text(capsys: pytest.CaptureFixture[str], model: list[object]) -> None:

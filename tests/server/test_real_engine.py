@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from ds4.engine import Engine, Sampling
+from ds4.engine.sampling import Penalties
 from ds4.model.chat import render
+from ds4.server.logprobs import completion_lists
 from ds4.server.request import ServedEngine
+from ds4.server.stream import Told
 from ds4.server.worker import warm_up
 from tests.base.toys import toy_base, toy_dir
 from tests.conftest import opened
@@ -65,6 +68,7 @@ def test_tokens_are_those_of_a_session(server: Served, engine: Engine, text: str
         assert answer["choices"][0]["text"] == want[1]
         assert answer["usage"]["completion_tokens"] == len(want[0])
         assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert {"rounds", "verified_drafts", "weight_bytes_per_token", "engram"} <= set(answer["usage"]["decode"])
         chunks = events(server.post("/v1/completions", given | {"stream": True}))
         assert "".join(c["choices"][0]["text"] for c in chunks) == want[1]
 
@@ -78,6 +82,35 @@ def test_chat_renders_the_prompt_and_cuts_at_a_stop_string(server: Served, engin
     stop = text[5:7]
     cut = server.chat(messages[0]["content"], max_tokens=16, temperature=0, stop=stop).json()["choices"][0]
     assert cut["message"]["content"] == text[: text.index(stop)] and cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_penalties_and_log_probabilities_are_those_of_a_session(
+    server: Served, engine: Engine, temperature: float
+) -> None:
+    """Streamed or not; the model's own, whatever the penalties made of them."""
+    prompt = [engine.config.bos_token_id, *engine.tokenizer.encode("to be or not to be")]
+    penalties = Penalties(0.7, 1.1, 1.3, ((77, 4.0), (engine.config.eos_token_id, -100.0)))
+    session = engine.session()
+    session.sync(prompt)
+    told = []
+    for _ in range(12):
+        token = session.next(Sampling(temperature, seed=11, penalties=penalties, top=4))
+        told.append(Told(token, 0, session.last.logprob, session.last.top))
+    bias = {str(token): value for token, value in penalties.logit_bias}
+    body = {
+        "prompt": prompt, "max_tokens": 12, "temperature": temperature, "seed": 11, "presence_penalty": 0.7,
+        "frequency_penalty": 1.1, "repetition_penalty": 1.3, "logit_bias": bias, "logprobs": 4,
+    }  # fmt: skip
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    want = completion_lists(told, engine.tokenizer, 0)
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    assert {n: choice["logprobs"][n] for n in names} == {n: want[n] for n in names}
+    assert choice["text"] == engine.tokenizer.decode([t.token for t in told])
+    plain = server.post("/v1/completions", body | {"logprobs": None}).json()["choices"][0]
+    assert plain["text"] == choice["text"] and plain["logprobs"] is None
+    pieces = [c["choices"][0]["logprobs"] for c in events(server.post("/v1/completions", body | {"stream": True}))]
+    assert {n: [x for p in pieces if p for x in p[n]] for n in names} == {n: want[n] for n in names}
 
 
 def test_answers_do_not_depend_on_what_came_before(server: Served) -> None:

@@ -110,6 +110,8 @@ def test_log_probabilities_are_those_of_the_session(
         assert entry["top"][0] == {k: entry[k] for k in ("id", "token", "logprob")}  # greedy: the likeliest
         values = [t["logprob"] for t in entry["top"]]
         assert values == sorted(values, reverse=True) and values[0] < 0
+    for flags in (["--no-dspark"], ["--draft-k", 4], ["--no-graph"]):  # drafts and graphs change none of it
+        assert json.loads(ok(capsys, *argv, "--json", "--logprobs", 3, *flags))["logprobs"] == told["logprobs"]
     none = json.loads(ok(capsys, *argv, "--json", "--logprobs", 0))["logprobs"]
     assert none == [e | {"top": []} for e in told["logprobs"]]
     table = ok(capsys, *argv, "--logprobs", 3)
@@ -133,6 +135,8 @@ def test_penalties_and_biases_reach_the_engine(
     # equal biases: the larger logit wins until a penalty on what was said takes it off
     pair = [*forced, "--logit-bias", "78=100"]
     assert len(set(drawn(*pair, "--frequency-penalty", 2))) == 2
+    every = [*pair, "--presence-penalty", 0.5, "--repetition-penalty", 1.5, "--temp", 1, "--seed", 3]
+    assert drawn(*every) == drawn(*every, "--no-dspark") == drawn(*every, "--draft-k", 4)
     told = json.loads(ok(capsys, *argv, *forced, "--logprobs", 1))["logprobs"]
     assert all(e["logprob"] < e["top"][0]["logprob"] for e in told)  # the model's own, before the bias
 

@@ -22,9 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("numpy", "pytest", "cuda.bindings", "tokenizers", "threadpoolctl", "rich")
 # stage -> test files, and the seconds it may have of 340 in all; what a stage leaves over goes to the next
 TESTS: dict[str, tuple[tuple[str, ...], float]] = {
-    "device": (("tests/device/test_launch.py", "tests/device/test_graph.py", "tests/device/test_memory.py"), 25),
+    "device": (
+        tuple(f"tests/device/test_{name}.py" for name in ("launch", "graph", "beside", "ahead", "memory")),
+        25,
+    ),
     "kernels": (("tests/cuda",), 120),
-    "bits": (("tests/engine/test_bits.py", "tests/engine/test_session.py"), 75),
+    "bits": (tuple(f"tests/engine/test_{name}.py" for name in ("beside", "bits", "session")), 75),
     "teacher": (("tests/engine/test_against_teacher.py",), 60),
 }
 HOST_ONLY = (

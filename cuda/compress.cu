@@ -86,6 +86,9 @@ DEV void pool_body(gptr<A> lat, gptr<const float> a, gptr<const float> g, gptr<c
     const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
     const int c0 = threadIdx.x % 32 * kLaneCh;
     const bool mine = row < n_rows && c0 < HEAD_DIM;
+    prefetch_all<kThreads>(norm_w, HEAD_DIM);
+    grid_wait();
+    grid_release();
     const i32 p = row < n_rows ? (i32)pos[row] : 0;
     const bool closes = (p + 1) % ratio == 0;
 
@@ -127,6 +130,7 @@ EXPORT(compress_pool_bf16)
 extern "C" __global__ void __launch_bounds__(kThreads)
     compress_commit(gptr<float> partial, gptr<const float> a, gptr<const float> g, gptr<const i32> pos, i32 n_rows,
                     i32 slots) {
+    grid_release();
     const int row = n_rows - (int)gridDim.x + (int)blockIdx.x;
     const i64 from = (i64)row * HEAD_DIM;
     const i64 to = (i64)(pos[row] % slots) * HEAD_DIM;
@@ -154,6 +158,7 @@ DEV void store_body(gptr<Row> comp, gptr<const A> lat, gptr<const i32> pos, gptr
                     i32 ratio) {
     const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
     const int c0 = threadIdx.x % 32 * kLaneCh;
+    grid_release();
     if (row >= n_rows || c0 >= HEAD_DIM) return;
     const i32 p = pos[row];
     if ((p + 1) % ratio != 0) return;

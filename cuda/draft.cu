@@ -98,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     draft_confidence(gptr<float> conf, gptr<const float> w, gptr<const float> x, gptr<const float> pre,
                      gptr<const float> e, int width, int rank) {
     const i64 row = blockIdx.x;
+    prefetch_all<kThreads>(w, width + rank);
+    grid_wait();
+    grid_release();
     float p[S];
 #pragma unroll
     for (int c = 0; c < S; c++) p[c] = pre[row * S + c];

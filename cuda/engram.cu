@@ -38,6 +38,7 @@ template <class A>
 DEV void decode_rows(gptr<A> e, gptr<const u8> rows, i64 n_rows, int head_dim) {
     const i64 i = ((i64)blockIdx.x * kDecode + threadIdx.x) * 8;
     const i64 row = i / head_dim;
+    grid_release();
     if (row >= n_rows) return;
     const int column = (int)(i - row * head_dim), row_bytes = head_dim + head_dim / kScaleBlock;
     const i64 first = row * row_bytes;
@@ -70,6 +71,10 @@ extern "C" __global__ void __launch_bounds__(kGate)
     SMEM_DYN(float, kept, 0);  // each thread reads back only what it wrote itself
     const int s = blockIdx.x, n_streams = gridDim.x;
     const i64 row = blockIdx.y;
+    prefetch_all<kGate>(qw + (i64)s * width, width);
+    prefetch_all<kGate>(kw + (i64)s * width, width);
+    grid_wait();
+    grid_release();
     if (shut != nullptr && shut[row] != 0) return;  // the whole block: no thread waits for another
     const i64 stream = (row * n_streams + s) * width, key = (row * (n_streams + 1) + s) * width;
     const i64 value = (row * (n_streams + 1) + n_streams) * width, weight = (i64)s * width;

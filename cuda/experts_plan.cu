@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
     SMEM_DYN(i32, start, E * 4);
     SMEM_DYN(i32, first_item, E * 8);
     const int t = threadIdx.x;
+    grid_release();
     for (int e = t; e < E; e += kPlanThreads) {
         int n = 0;
         for (int p = 0; p < P; p++) n += picks[p] == e;
@@ -94,6 +95,7 @@ EXPORT(vq_place)
 template <class A>
 DEV void swiglu(gptr<A> h, gptr<const A> g, gptr<const A> u, int F, float limit) {
     const int f = blockIdx.x * 128 + threadIdx.x;
+    grid_release();
     if (f >= F) return;  // no barrier in this kernel
     const i64 at = (i64)blockIdx.y * F + f;
     h[at] = from_f32<A>(clamped_swiglu(to_f32(g[at]), to_f32(u[at]), limit));

@@ -15,7 +15,8 @@
  *             row of gains; the codebook once a block; activations once an octet and slot; writes h, y.
  * Why so      a codebook fits in shared memory, so an index costs 1.5 bytes of bandwidth and one gather; the fewer
  *             blocks, the fewer copies of the codebook: experts.py keeps them under a tenth of the codes. Work is cut
- *             by octets because 384-byte blocks then need no shuffle and each activation serves eight rows.
+ *             by octets because 384-byte blocks then need no shuffle and each activation serves eight rows. Launched
+ *             ahead: the codebook is on its way before the picks are known.
  */
 #include "common.cuh"
 #include "codes.cuh"
@@ -103,6 +104,8 @@ DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gpt
                  int n_codes, float limit) {
     SMEM_DYN(u64, book, 0);
     stage_codebook<THREADS>(book, codebook, n_codes);
+    grid_wait();
+    grid_release();
     cp_async_wait<0>();
     sync_block();
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, octets = F / 8, n_blocks = (D + 255) / 256;
@@ -145,6 +148,8 @@ DEV void down(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gp
               gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes) {
     SMEM_DYN(u64, book, 0);
     stage_codebook<THREADS>(book, codebook, n_codes);
+    grid_wait();
+    grid_release();
     cp_async_wait<0>();
     sync_block();
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, octets = D / 8, n_blocks = (F + 255) / 256;

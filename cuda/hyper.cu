@@ -20,6 +20,7 @@
  *             R (4 S D + A D) and post and comb once a warp, 4 (S + S^2) R ceil(D / 32), writes 4 R S D.
  * Why so      fn is 2 MB at the released size and read twice a layer: it must be spread over all multiprocessors, so the
  *             dots are cut by columns and finished by one warp. The statistic over all streams comes with the dots.
+ *             Dots, mix and collapse are launched ahead: fn, scale, base and w are on their way before x and part are.
  */
 #include "common.cuh"
 
@@ -29,19 +30,31 @@ constexpr int kThreads = 256;
 constexpr int kSlice = 256;
 constexpr int kRows = 8;
 constexpr int kWarps = kThreads / 32;
-constexpr int kDots = (M + kWarps) / kWarps;  // of a warp, of the M + 1
+constexpr int kDots = (M + kWarps) / kWarps;  // of a warp, of the M + 1: all of them together
 static_assert(M < 32 && S * S <= 32, "one lane an entry, and one for the sum of squares");
 
 struct DotSmem {
     sarr<float, kRows * kSlice> x;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// four blocks a multiprocessor: left to itself the compiler stops at 48 registers and spills
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     hyper_dots(gptr<float> part, gptr<const float> x, gptr<const float> fn, int rows, int width) {
     SMEM(DotSmem, sm);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int row0 = blockIdx.y * kRows, n_rows = min(kRows, rows - row0);
     const int col0 = blockIdx.x * kSlice, n_cols = min(kSlice, width - col0);
+    const int m = warp;  // and every eighth after it: the sums of a warp's dots meet together
+    float4 f[kDots][2] = {};
+#pragma unroll
+    for (int i = 0; i < kDots; i++) {
+        for (int j = 0; j < 2; j++) {
+            const int c = lane * 4 + 128 * j;
+            if (m + i * kWarps < M && c < n_cols) f[i][j] = gld<float4>(fn, (i64)(m + i * kWarps) * width + col0 + c);
+        }
+    }
+    grid_wait();
+    grid_release();
     for (int i = threadIdx.x * 4; i < n_rows * kSlice; i += kThreads * 4) {
         const int r = i / kSlice, c = i % kSlice;
         float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -49,37 +62,27 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sst<float4>(sm.x, i, v);
     }
     sync_block();
-    for (int m = warp; m <= M; m += kDots * kWarps) {  // once around: the sums of a warp's dots meet together
-        float4 f[kDots][2] = {};
+    if (m > M) return;  // no barrier from here on
+    for (int r = 0; r < n_rows; r++) {
+        const float4 v[2] = {sld<float4>(sm.x, r * kSlice + lane * 4),
+                             sld<float4>(sm.x, r * kSlice + lane * 4 + 128)};
+        float sum[kDots] = {};
 #pragma unroll
         for (int i = 0; i < kDots; i++) {
             for (int j = 0; j < 2; j++) {
-                const int c = lane * 4 + 128 * j;
-                if (m + i * kWarps < M && c < n_cols)
-                    f[i][j] = gld<float4>(fn, (i64)(m + i * kWarps) * width + col0 + c);
+                const float4 g = m + i * kWarps < M ? f[i][j] : v[j];
+                sum[i] = fmaf(v[j].x, g.x, sum[i]);
+                sum[i] = fmaf(v[j].y, g.y, sum[i]);
+                sum[i] = fmaf(v[j].z, g.z, sum[i]);
+                sum[i] = fmaf(v[j].w, g.w, sum[i]);
             }
         }
-        for (int r = 0; r < n_rows; r++) {
-            const float4 v[2] = {sld<float4>(sm.x, r * kSlice + lane * 4),
-                                 sld<float4>(sm.x, r * kSlice + lane * 4 + 128)};
-            float sum[kDots] = {};
+        warp_sums(sum);
+        float mine = sum[0];
 #pragma unroll
-            for (int i = 0; i < kDots; i++) {
-                for (int j = 0; j < 2; j++) {
-                    const float4 g = m + i * kWarps < M ? f[i][j] : v[j];
-                    sum[i] = fmaf(v[j].x, g.x, sum[i]);
-                    sum[i] = fmaf(v[j].y, g.y, sum[i]);
-                    sum[i] = fmaf(v[j].z, g.z, sum[i]);
-                    sum[i] = fmaf(v[j].w, g.w, sum[i]);
-                }
-            }
-            warp_sums(sum);
-            float mine = sum[0];
-#pragma unroll
-            for (int i = 1; i < kDots; i++) mine = lane == i ? sum[i] : mine;
-            const i64 at = ((i64)(row0 + r) * gridDim.x + blockIdx.x) * (M + 1) + m + lane * kWarps;
-            if (lane < kDots && m + lane * kWarps <= M) part[at] = mine;
-        }
+        for (int i = 1; i < kDots; i++) mine = lane == i ? sum[i] : mine;
+        const i64 at = ((i64)(row0 + r) * gridDim.x + blockIdx.x) * (M + 1) + m + lane * kWarps;
+        if (lane < kDots && m + lane * kWarps <= M) part[at] = mine;
     }
 }
 EXPORT(hyper_dots)
@@ -90,18 +93,21 @@ extern "C" __global__ void __launch_bounds__(32)
     const int lane = threadIdx.x;
     const i64 row = blockIdx.x;
     const gptr<const float> mine = part + (row * n_slices * (M + 1) + min(lane, M));  // lane M: the sum of squares
+    const float s0 = scale[0], s1 = scale[1], s2 = scale[2];
+    // lane e = S j + k holds comb[j][k]; idle lanes mirror entry 0 so that every lane takes part in every shuffle
+    const int e = lane < S * S ? lane : 0, j = e / S, k = e % S;
+    const float b = lane < 2 * S ? base[lane] : 0.0f, comb_b = base[2 * S + e];
+    grid_wait();
+    grid_release();
     float dot = 0.0f;
 #pragma unroll 16  // no branch, so sixteen loads are on their way: one warp has nothing else to hide them behind
     for (int p = 0; p < n_slices; p++) dot += mine[(i64)p * (M + 1)];
     const float sum_sq = shfl(dot, M);
     const float mixed = dot * (1.0f / sqrtf(sum_sq / (float)width + eps));
-    if (lane < S) pre[row * S + lane] = sigmoid_f(fmaf(mixed, scale[0], base[lane])) + heps;
-    if (lane >= S && lane < 2 * S) post[row * S + lane - S] = 2.0f * sigmoid_f(fmaf(mixed, scale[1], base[lane]));
-
-    // lane e = S j + k holds comb[j][k]; idle lanes mirror entry 0 so that every lane takes part in every shuffle
-    const int e = lane < S * S ? lane : 0, j = e / S, k = e % S;
+    if (lane < S) pre[row * S + lane] = sigmoid_f(fmaf(mixed, s0, b)) + heps;
+    if (lane >= S && lane < 2 * S) post[row * S + lane - S] = 2.0f * sigmoid_f(fmaf(mixed, s1, b));
     const float logit = shfl(mixed, 2 * S + e);
-    float c = fmaf(logit, scale[2], base[2 * S + e]);
+    float c = fmaf(logit, s2, comb_b);
     float top = shfl(c, S * j);
     for (int i = 1; i < S; i++) top = fmaxf(top, shfl(c, S * j + i));
     c = exp_f(c - top);
@@ -124,6 +130,9 @@ DEV void collapse_row(gptr<A> y, gptr<const float> x, gptr<const float> pre, gpt
                       float eps) {
     SMEM_DYN(float, h, 0);  // each thread reads back only what it wrote itself
     const i64 row = blockIdx.x;
+    prefetch_all<kThreads>(w, width);
+    grid_wait();
+    grid_release();
     float p[S];
     for (int c = 0; c < S; c++) p[c] = pre[row * S + c];
     float sum_sq = 0.0f;
@@ -157,6 +166,7 @@ template <class A>
 DEV void expand_column(gptr<float> x, gptr<const A> y, gptr<const float> post, gptr<const float> comb, int width) {
     const i64 row = blockIdx.y;
     const int d = blockIdx.x * kThreads + threadIdx.x;
+    grid_release();
     if (d >= width) return;
     // all is loaded before the first store: for all the compiler knows, a store to x changes post and comb
     float in[S], gain[S], mix[S][S];

@@ -58,6 +58,9 @@ DEV void keys_body(gptr<Row> keys, gptr<const float> k, gptr<const float> w, gpt
                    gptr<const float> freq, i32 n_rows, i32 ratio, float eps) {
     const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
     const int c0 = threadIdx.x % 32 * kLaneCh;
+    prefetch_all<kThreads>(w, INDEX_DIM);
+    grid_wait();
+    grid_release();
     const i32 p = row < n_rows ? (i32)pos[row] : 0;
     const bool mine = row < n_rows && c0 < INDEX_DIM && (p + 1) % ratio == 0;
 
@@ -101,6 +104,7 @@ DEV void query_body(gptr<float> q, gptr<const i32> pos, gptr<const float> freq, 
     const i64 width = (i64)n_heads * INDEX_DIM;
     const bool mine = c < n_rows * width;
     const int c0 = (int)(c % INDEX_DIM);
+    grid_release();
 
     float v[16];
 #pragma unroll

@@ -51,6 +51,8 @@ DEV void window_kv_body(gptr<Row> chunk, gptr<const A> x, gptr<const float> w, g
     float v[16], weight[16];
     if (row < n_rows)  // the same for the warp
         warp_load16(weight, sm.weights + threadIdx.x / 32 * stage_floats(HEAD_DIM), w, HEAD_DIM);
+    grid_wait();
+    grid_release();
     float sum_sq = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = 0.0f;
@@ -83,6 +85,7 @@ WINDOW_KV(window_kv_bf16_fp4, bf16, u8)
 extern "C" __global__ void __launch_bounds__(64)
     window_commit(gptr<u8> ring, gptr<const u8> chunk, gptr<const i32> pos, i32 n_rows, i32 ring_rows,
                   i32 row_bytes) {
+    grid_release();
     const int row = n_rows - (int)gridDim.x + (int)blockIdx.x;
     const i64 from = (i64)row * row_bytes;
     const i64 to = (i64)(pos[row] % ring_rows) * row_bytes;

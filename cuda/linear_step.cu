@@ -15,7 +15,8 @@
  *             warp (split: once a block), R K elements; writes R N elements.
  * Why so      the weights are three fifths of a token's bytes and each is used R times: no staging, no barrier,
  *             the next chunk's load in flight while this one is decoded. x comes from the first-level cache: the
- *             layout of weights.cuh lets a warp read it whole lines at a time.
+ *             layout of weights.cuh lets a warp read it whole lines at a time. Launched ahead: the first chunk's
+ *             weights are on their way while the launch that makes x still runs.
  */
 #include "common.cuh"
 #include "weights.cuh"
@@ -36,6 +37,8 @@ DEV void dot_rows(float (&sum)[PAIR][MAX], gptr<const u8> codes, gptr<const u8> 
 #pragma unroll
         for (int i = 0; i < PAIR; i++) load_chunk<F>(now[i], codes, scales, min(n0 + i, N - 1), K, first, lane);
     }
+    grid_wait();
+    grid_release();
     for (int c = first; c < n_chunks; c += step) {
         if (c + step < n_chunks) {
 #pragma unroll
@@ -131,7 +134,10 @@ DEV void linear_step(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gpt
         return;
     }
     const int n0 = (blockIdx.x * kWarps + warp) * PAIR;
-    if (n0 >= N) return;  // no barrier on this path
+    if (n0 >= N) {  // no barrier on this path
+        grid_wait();
+        return;
+    }
     float sum[PAIR][MAX];
     dot_rows<PAIR, MAX, A>(sum, codes, scales, x + (r0 * x_stride + (i64)(n0 / (N / groups)) * K), x_stride, n0, N, K,
                            rows, 0, 1, lane);
@@ -144,9 +150,11 @@ DEV void linear_step(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gpt
     }
 }
 
-// four blocks a multiprocessor: 116 registers do, and loads of x would else be hoisted into 168
+// four blocks a multiprocessor: 116 registers do, and loads of x would else be hoisted into 168. q4_k's heads would spill
+// then: three
+constexpr int kBlocks = F == kQ4K ? 3 : 4;
 #define STEP_(format, suffix, PAIR, MAX, A, B)                                                                       \
-    extern "C" __global__ void __launch_bounds__(128, MAX == 1 && sizeof(A) == 2 ? 4 : 1)                            \
+    extern "C" __global__ void __launch_bounds__(128, MAX == 1 && sizeof(A) == 2 ? kBlocks : 1)                      \
         linear_step_##format##suffix(gptr<B> y, gptr<const u8> codes, gptr<const u8> scales, gptr<const A> x, int R, \
                                      int N, int K, int groups, int split) {                                          \
         linear_step<PAIR, MAX, A, B>(y, codes, scales, x, R, N, K, groups, split);                                   \

@@ -9,7 +9,7 @@
  *             but the row.
  * Traffic     reads 2 R D elements of x (the second time just after the first) and 4 R D of w, writes R D of y.
  * Why so      a row of 5,120 floats is 20 KB: too short to share among blocks, and staging it in shared memory would
- *             save a read that the cache already serves.
+ *             save a read that the cache already serves. Launched ahead: w is in L2 when x is there.
  */
 #include "common.cuh"
 
@@ -18,6 +18,9 @@ constexpr int kThreads = 256;
 template <class X, class Y>
 DEV void rms_norm(gptr<Y> y, gptr<const X> x, gptr<const float> w, int width, float eps) {
     const i64 row = (i64)blockIdx.x * width;  // 64-bit: R * D passes 2^31
+    prefetch_all<kThreads>(w, width);
+    grid_wait();
+    grid_release();
     float sum_sq = 0.0f;
     for (int d = threadIdx.x; d < width; d += kThreads) {
         const float v = to_f32(x[row + d]);

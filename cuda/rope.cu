@@ -27,6 +27,7 @@ DEV void store_pair(gptr<bf16> p, i64 i, float re, float im) { gst<u32>(p, i, bf
 template <class A>
 DEV void rope_body(gptr<A> q, gptr<const i32> pos, gptr<const float> freq, i32 n_heads) {
     const int head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32;
+    grid_release();
     if (head >= n_heads) return;
     const i64 first = ((i64)blockIdx.x * n_heads + head) * HEAD_DIM + HEAD_DIM - ROPE_DIM;
     const float p = (float)(i32)pos[blockIdx.x];

@@ -27,7 +27,11 @@ extern "C" __global__ void __launch_bounds__(32)
     const int lane = threadIdx.x;
     const i64 row = blockIdx.x;
 #pragma unroll 12  // loads alone, so that they travel together: what follows has branches
-    for (int e = lane; e < E; e += 32) score[e] = u[row * E + e], key[e] = __float_as_uint(bias[e]);
+    for (int e = lane; e < E; e += 32) key[e] = __float_as_uint(bias[e]);
+    grid_wait();
+    grid_release();
+#pragma unroll 12
+    for (int e = lane; e < E; e += 32) score[e] = u[row * E + e];
     for (int e = lane; e < E; e += 32) {
         const float s = sqrtf(softplus_f(score[e] / gate_temp));
         score[e] = s;

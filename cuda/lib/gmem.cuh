@@ -3,6 +3,7 @@
  * On the GPU gptr<T> is T*. On the host it is a class: in the fast build one pointer and no more; in the check and
  * count builds it knows the allocation of the launch argument that it came from, and each access is bounds-checked
  * and counted with its place in the source. A raw dereference does not compile there, so nothing escapes.
+ * gld_nc is for memory that nobody writes while the kernel runs: in a kernel that is launched ahead, weights alone.
  */
 #pragma once
 #include "base.cuh"
@@ -118,6 +119,7 @@ DEV V gld(gptr<T> p, i64 i SITE) {
 }
 template <class V, class T>
 DEV V gld_nc(gptr<T> p, i64 i SITE) {
+    simt_read_only(p.span, loc);
     return simt::gload<V, T>(p.p + i, p.span, loc);
 }
 template <class V, class T>

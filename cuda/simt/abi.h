@@ -52,5 +52,5 @@ struct CUlaunchConfig {
     unsigned numAttrs;
 };
 
-// launch attributes that change nothing here
+// launch attributes that are taken; only the second means something here, to the check build
 constexpr int kAttributeIgnore = 0, kAttributeProgrammaticStreamSerialization = 6, kAttributePriority = 8;

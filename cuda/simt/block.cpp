@@ -465,7 +465,8 @@ void simt_fault(Loc loc, const char* text, ...) {
     va_start(a, text);
     vsnprintf(what, sizeof what, text, a);
     va_end(a);
-    snprintf(all, sizeof all, "%s: %s, at %s:%u, block (%u,%u,%u), thread (%u,%u,%u)", k->kernel, what, file_of(loc),
-             loc.line(), k->block.x, k->block.y, k->block.z, c->index.x, c->index.y, c->index.z);
+    const std::string at = loc.line() ? std::string(", at ") + file_of(loc) + ":" + std::to_string(loc.line()) : "";
+    snprintf(all, sizeof all, "%s: %s%s, block (%u,%u,%u), thread (%u,%u,%u)", k->kernel, what, at.c_str(),
+             k->block.x, k->block.y, k->block.z, c->index.x, c->index.y, c->index.z);
     give_up(k, all);
 }

@@ -1,4 +1,5 @@
-/* check.cpp - the check build: bounds of global and shared memory, races between barriers, cp.async before its wait.
+/* check.cpp - the check build: bounds of global and shared memory, races between barriers, cp.async before its wait,
+ * global memory before grid_wait().
  *
  * Order between two accesses of shared memory is judged by clocks. Each warp has one; it moves at every barrier and
  * sync_warp, and at a barrier the warps that met learn each other's. A shuffle or a vote orders nothing, as in CUDA.
@@ -38,7 +39,8 @@ struct Shadow {
     u32 base;          // clocks below are of earlier blocks
     u32 seen[32][32];  // seen[w][v]: how far warp w knows warp v; seen[w][w]: w's own clock
     Async async[kMaxThreads];
-    Byte byte[kMaxSmem];  // poisoned and zeroed by the system: clock 0 is before everything
+    bool waited[kMaxThreads];  // passed grid_wait() in this block
+    Byte byte[kMaxSmem];       // poisoned and zeroed by the system: clock 0 is before everything
 };
 
 Shadow* shadow(Worker* k) { return (Shadow*)k->shadow; }
@@ -93,10 +95,35 @@ struct Touch {
 };
 constexpr u32 kAtomic = 0x80000000u, kSeveral = 0xffffffffu;
 
-Footprint* g_print = nullptr;  // check images run on one worker
+struct {  // of the launch that is going on; check images run on one worker
+    Footprint* print;
+    bool waits;
+    u32 weights;
+} g_launch;
+
+bool is_weight(const Span* span) { return g_launch.weights >> span->param & 1; }
+
+/// An access before grid_wait(), which a kernel that is launched ahead may make to weights only.
+void before_wait(Worker* k, u64 at, u32 n_bytes, bool store, const Span* span, Loc loc) {
+    if (!g_launch.waits || shadow(k)->waited[simt_current->tid]) return;
+    if (store)
+        simt_fault(loc, "byte %llu of allocation #%u (parameter %u) is written before grid_wait()", at,
+                   span->alloc_id, span->param + 1);
+    if (!is_weight(span))
+        simt_fault(loc,
+                   "byte %llu of allocation #%u (parameter %u) is read before grid_wait(), and the launch table does "
+                   "not name it among the weights",
+                   at, span->alloc_id, span->param + 1);
+    if (!g_launch.print) return;
+    auto& early = g_launch.print->early;
+    if (!early) early = std::make_unique<Footprint>();
+    note_bytes(*early, span, at, n_bytes, false);
+}
 
 void note_global(Worker* k, const void* p, u32 n_bytes, bool store, bool atomic, const Span* span, Loc loc) {
-    if (g_print) note_bytes(*g_print, span, (u64)((const u8*)p - span->lo), n_bytes, store);
+    const u64 offset = (u64)((const u8*)p - span->lo);
+    before_wait(k, offset, n_bytes, store, span, loc);
+    if (g_launch.print) note_bytes(*g_launch.print, span, offset, n_bytes, store);
     if (!span->touched || (u64)k->grid.x * k->grid.y * k->grid.z == 1) return;
     const u32 me = 1 + k->block.x + k->grid.x * (k->block.y + k->grid.y * k->block.z);
     const u64 at = (u64)((const u8*)p - span->lo);
@@ -158,7 +185,7 @@ void* remember_touched(u64 n_bytes) {
 
 void forget_touched(void* touched, u64 n_bytes) { munmap(touched, n_bytes * sizeof(Touch)); }
 
-void check_note_in(Footprint* print) { g_print = print; }
+void check_launch(Footprint* print, bool waits, u32 weights) { g_launch = {print, waits, weights}; }
 
 void check_prepare(Worker* k) {
     static u32 n_launches = 0;
@@ -189,6 +216,7 @@ void check_block_begin(Worker* k) {
     for (u32 w = 0; w < 32; w++)
         for (u32 v = 0; v < 32; v++) s->seen[w][v] = w == v ? s->base : s->base - 1;
     memset(k->smem, 0xff, k->smem_bytes);
+    memset(s->waited, 0, sizeof s->waited);
 }
 
 void check_barrier(Worker* k, const Barrier& b) {
@@ -213,6 +241,8 @@ void check_warp_passed(Warp* w) {
 void check_thread_exit(Fiber* c) {
     Async& a = shadow(c->worker)->async[c->tid];
     if (!a.copies.empty()) simt_fault(a.copies[0].loc, "a thread returns without waiting for its cp.async");
+    if (g_launch.waits && !shadow(c->worker)->waited[c->tid])
+        simt_fault(Loc(), "a thread returns without its grid_wait(), in a kernel that may be launched ahead");
     a.group_ends.clear();
 }
 
@@ -309,4 +339,29 @@ void simt_async_wait(u32 n_open, Loc loc) {
     a.copies.erase(a.copies.begin(), a.copies.begin() + (i64)n);
     a.group_ends.erase(a.group_ends.begin(), a.group_ends.begin() + (i64)groups);
     for (auto& e : a.group_ends) e -= (u32)n;
+}
+
+void simt_read_only(const Span* span, Loc loc) {
+    if (simt_current->worker->mode == kCheck && g_launch.waits && !is_weight(span))
+        simt_fault(loc,
+                   "gld_nc of parameter %u, which the launch table does not name among the weights: in a kernel that "
+                   "may be launched ahead another one may write it meanwhile",
+                   span->param + 1);
+}
+
+void simt_prefetch(const void* p, u32 n_bytes, const Span* span, Loc loc) {
+    check_global(p, n_bytes, n_bytes, "prefetch", span, loc);
+    Worker* k = simt_current->worker;
+    if (k->mode == kCheck) before_wait(k, (u64)((const u8*)p - span->lo), n_bytes, false, span, loc);
+}
+
+void simt_grid_wait(Loc) {
+    const Fiber* c = simt_current;
+    if (c->worker->mode == kCheck) shadow(c->worker)->waited[c->tid] = true;
+}
+
+void simt_grid_release(Loc loc) {
+    const Fiber* c = simt_current;
+    if (c->worker->mode == kCheck && g_launch.waits && !shadow(c->worker)->waited[c->tid])
+        simt_fault(loc, "grid_release() before grid_wait(): the next launch could overtake the one before this");
 }

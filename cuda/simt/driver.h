@@ -88,7 +88,8 @@ struct Part {
 struct Footprint {
     std::string name;
     bool is_launch = false;
-    std::vector<Part> parts;  // of a launch: by parameter
+    std::vector<Part> parts;             // of a launch: by parameter
+    std::unique_ptr<Footprint> early{};  // of a launch ahead: what it read before its grid_wait()
 };
 struct Node;
 enum Replay : u32 { kReplayRecorded = 0, kReplayFalling = 1, kReplayTurns = 2 };
@@ -112,6 +113,8 @@ void remember_work(const Clock& seen, u32 number, std::shared_ptr<Footprint> pri
 std::vector<std::vector<u32>> unordered_pairs(const std::vector<Node>& nodes);
 CUresult race_in_graph(const std::vector<std::shared_ptr<Footprint>>& prints, const std::vector<u32>& beside,
                        const Footprint& now);
+/// What a launch ahead read before its wait, against what the launch before it wrote.
+CUresult race_ahead(const Footprint* before, const Footprint& now);
 /// An order of the nodes that the edges allow: as recorded; always the last that may run; first and last in turn.
 std::vector<u32> order_of(const std::vector<Node>& nodes, Replay replay);
 
@@ -120,8 +123,9 @@ std::vector<u32> order_of(const std::vector<Node>& nodes, Replay replay);
 /// Room to note which block touched each of so many bytes; given back with forget_touched.
 void* remember_touched(u64 n_bytes);
 void forget_touched(void* touched, u64 n_bytes);
-/// Where the accesses of the next launch are noted; null: nowhere.
-void check_note_in(Footprint* print);
+/// Of the next launch: where its accesses are noted (null: nowhere); whether it must pass grid_wait(), and the parameters
+/// that it may read before, a bit each.
+void check_launch(Footprint* print, bool waits, u32 weights);
 void check_prepare(Worker* k);
 void check_block_begin(Worker* k);
 void check_barrier(Worker* k, const Barrier& b);
@@ -136,6 +140,7 @@ struct Function {
     const Export* record = nullptr;
     KernelCount* count = nullptr;
     u32 max_threads = kMaxThreads, regs = 0, max_dynamic_smem = kDefaultSmem;
+    u32 weights = 0;  // parameters that hold weights, a bit each; with any, the kernel may be launched ahead
     double ns_per_block = 1e9;  // what its blocks took lately
     Handle module = nullptr;
 };
@@ -149,6 +154,7 @@ struct Launch {
     Handle function_handle = nullptr;
     dim3 grid{}, block{};
     u32 smem = 0;
+    bool ahead = false;      // may start before the kernel that precedes it in its stream has ended
     u64 checked_at = ~0ull;  // free_generation() at the last look at the pointers
     std::vector<u8> values;
     std::vector<void*> args;

@@ -140,7 +140,7 @@ CUresult run_launch(Launch& l, Footprint* print) {
                   f.record->n_params,
                   f.ns_per_block * n_blocks < kWakeFrom};
     const double began = now_ns();
-    check_note_in(print);
+    check_launch(print, l.ahead || f.weights, f.weights);
     const bool ran = run_job(job, fault);
     const double took = (now_ns() - began) * n_workers_for(job) / n_blocks;
     f.ns_per_block = took < f.ns_per_block ? took : f.ns_per_block + (took - f.ns_per_block) / 8;  // spikes fade
@@ -152,12 +152,14 @@ CUresult run_launch(Launch& l, Footprint* print) {
 
 using namespace simt;
 
-static CUresult launch(Handle f, dim3 grid, dim3 block, u32 smem, Handle stream, void** params, void** extra) {
+static CUresult launch(Handle f, dim3 grid, dim3 block, u32 smem, Handle stream, void** params, void** extra,
+                       bool ahead = false) {
     if (CUresult r = need_context()) return r;
     if (CUresult r = check_stream(stream)) return r;
     Node n;
     n.kind = Node::kLaunch;
     if (CUresult r = make_launch(n.launch, f, grid, block, smem, params, extra)) return r;
+    n.launch.ahead = ahead;
     return submit(stream, std::move(n));
 }
 
@@ -168,11 +170,17 @@ CU_ENTRY cuLaunchKernel(Handle f, unsigned gx, unsigned gy, unsigned gz, unsigne
 }
 CU_ENTRY cuLaunchKernelEx(const CUlaunchConfig* c, Handle f, void** params, void** extra) {
     Call call;
+    bool ahead = false;
     for (unsigned i = 0; i < c->numAttrs; i++) {
         const int id = c->attrs[i].id;
         if (id != kAttributeIgnore && id != kAttributeProgrammaticStreamSerialization && id != kAttributePriority)
             return refuse(CUDA_ERROR_NOT_SUPPORTED, "launch attribute %d is not one that this driver knows", id);
+        if (id == kAttributeProgrammaticStreamSerialization) {
+            int allowed;
+            memcpy(&allowed, c->attrs[i].value, sizeof allowed);
+            ahead = allowed != 0;
+        }
     }
     return launch(f, {c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ},
-                  c->sharedMemBytes, c->hStream, params, extra);
+                  c->sharedMemBytes, c->hStream, params, extra, ahead);
 }

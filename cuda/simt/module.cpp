@@ -81,6 +81,19 @@ Function* find_function(Handle h) {
 
 using namespace simt;
 
+/// Which parameters hold weights, a bit each: a kernel with any may be launched ahead.
+SIMT_API int ds4simt_set_weights(Handle h, u32 weights) {
+    Call call;
+    Function* f = find_function(h);
+    if (!f) return CUDA_ERROR_INVALID_HANDLE;
+    for (u32 i = 0; i < 32; i++)
+        if (weights >> i & 1 && (i >= f->record->n_params || f->record->kind[i] != kConstPointer))
+            return refuse(CUDA_ERROR_INVALID_VALUE, "%s: parameter %u cannot hold weights: it is no pointer to const",
+                          f->name.c_str(), i + 1);
+    f->weights = weights;
+    return CUDA_SUCCESS;
+}
+
 CU_ENTRY cuModuleLoadData(Handle* out, const void* image) {
     Call call;
     return load_text(out, (const char*)image);

@@ -4,7 +4,8 @@
  * numbers. Hence clocks: a stream knows of every stream how far its work comes before what is submitted next here; an
  * event carries that to whoever waits for it, a synchronisation to the host and so to all later work. In a graph the
  * edges say it. Under the check build each piece of work keeps which bytes it read and wrote, and two pieces without
- * an order that meet in a byte, one of them writing, are a fault.
+ * an order that meet in a byte, one of them writing, are a fault. So is a launch ahead that reads before its wait what
+ * the launch before it writes: the only one that may still run then, because each waits before it lets the next start.
  */
 #include <stdio.h>
 #include <deque>
@@ -233,6 +234,16 @@ CUresult race_in_graph(const std::vector<std::shared_ptr<Footprint>>& prints, co
         if (prints[other] && conflict(*prints[other], now, c)) return race(*prints[other], now, c);
     }
     return CUDA_SUCCESS;
+}
+
+CUresult race_ahead(const Footprint* before, const Footprint& now) {
+    Conflict c;
+    if (!before || !now.early || !conflict(*before, *now.early, c)) return CUDA_SUCCESS;
+    return refuse(
+        CUDA_ERROR_LAUNCH_FAILED,
+        "%s reads byte %llu of allocation #%u (parameter %u) before its grid_wait(), and the launch before it "
+        "writes it: %s (parameter %u)",
+        now.name.c_str(), c.byte, c.a->alloc_id, c.b->param + 1, before->name.c_str(), c.a->param + 1);
 }
 
 std::vector<u32> order_of(const std::vector<Node>& nodes, Replay replay) {

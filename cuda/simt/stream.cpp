@@ -23,7 +23,8 @@ struct Stream {
     std::shared_ptr<Capture> capture;
     std::vector<u32> tips;  // nodes that the next one comes after
     u32 number = 0;
-    Clock seen;  // what comes before its next work, its own work too
+    Clock seen;                         // what comes before its next work, its own work too
+    std::shared_ptr<Footprint> last{};  // of its last work, if that was a launch and nothing was waited for since
 };
 struct Event {
     unsigned flags = 0;
@@ -119,10 +120,13 @@ Clock& advance(Stream& s) {
     return s.seen;
 }
 
-/// Run one node and keep what it touched; `now` is the clock of the work it belongs to.
-CUresult run_noted(Node& node, const Clock& now, std::shared_ptr<Footprint>& print) {
+/// Run one node and keep what it touched; `now` is the clock of the work it belongs to, `before` the launch that it may
+/// start ahead of.
+CUresult run_noted(Node& node, const Clock& now, const Footprint* before, std::shared_ptr<Footprint>& print) {
     print = footprint_of(node);
     if (CUresult r = run_node(node, print.get())) return r;
+    if (node.kind == Node::kLaunch && node.launch.ahead)
+        if (CUresult r = race_ahead(before, *print)) return r;
     return race_with_streams(now, *print);
 }
 
@@ -165,9 +169,11 @@ CUresult submit(Handle h, Node&& node) {
             return refuse(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "work on the default stream while another is captured");
         }
         const Clock& now = advance(*s);
-        if (!poisoned()) return run_node(node, nullptr);
+        if (!poisoned()) return s->last.reset(), run_node(node, nullptr);
         std::shared_ptr<Footprint> print;
-        if (CUresult r = run_noted(node, now, print)) return r;
+        const std::shared_ptr<Footprint> before = std::move(s->last);
+        if (CUresult r = run_noted(node, now, before.get(), print)) return r;
+        if (print->is_launch) s->last = print;
         remember_work(now, s->number, std::move(print));
         return CUDA_SUCCESS;
     }
@@ -183,6 +189,7 @@ CUresult submit(Handle h, Node&& node) {
 CUresult submit_graph(Handle h, Graph& g) {
     Stream& s = *find(h);
     const Clock& now = advance(s);
+    s.last.reset();
     if (g.order.size() != g.nodes.size() || g.order_for != replay_order())
         g.order = order_of(g.nodes, replay_order()), g.order_for = replay_order();
     if (!poisoned()) {
@@ -194,7 +201,9 @@ CUresult submit_graph(Handle h, Graph& g) {
     std::vector<std::shared_ptr<Footprint>> prints(g.nodes.size());
     for (u32 i : g.order) {
         std::shared_ptr<Footprint> print;
-        if (CUresult r = run_noted(g.nodes[i], now, print)) return r;
+        const auto& after = g.nodes[i].after;
+        const Footprint* before = after.size() == 1 && prints[after[0]]->is_launch ? prints[after[0]].get() : nullptr;
+        if (CUresult r = run_noted(g.nodes[i], now, before, print)) return r;
         if (CUresult r = race_in_graph(prints, g.beside[i], *print)) return r;
         prints[i] = std::move(print);
     }
@@ -264,6 +273,7 @@ CU_ENTRY cuStreamWaitEvent(Handle h, Handle event, unsigned) {
     Event* e = events().find(event);
     if (!e) return events().unknown(event);
     if (!e->capture) {
+        s->last.reset();
         if (!s->capture || !e->recorded) return join_clock(s->seen, e->seen), CUDA_SUCCESS;
         spoil(*s->capture, "a wait for work outside of it");
         return refuse(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "a captured stream waits for an event recorded outside");

@@ -170,8 +170,9 @@ class Device:
                     f"copy of bytes {offset}..{offset + count} reaches outside {buffer!r} ({buffer.nbytes})"
                 )
         if count:
-            where = (stream or self.context.stream).handle
-            self.context.call("cuMemcpyDtoDAsync", dst.ptr + dst_offset, src.ptr + src_offset, count, where)
+            where = stream or self.context.stream
+            self.context.call("cuMemcpyDtoDAsync", dst.ptr + dst_offset, src.ptr + src_offset, count, where.handle)
+            where.after_launch = False
             self._captured(dst, src)
 
     def fill(self, buffer: Buffer, byte: int) -> None:
@@ -193,7 +194,9 @@ class Device:
         return Buffer(self.context.allocate(nbytes), 0, shape, kind)
 
     def _fill(self, buffer: Buffer, byte: int) -> None:
-        self.context.call("cuMemsetD8Async", buffer.ptr, byte, buffer.nbytes, self.context.stream.handle)
+        where = self.context.stream
+        self.context.call("cuMemsetD8Async", buffer.ptr, byte, buffer.nbytes, where.handle)
+        where.after_launch = False
 
     def _captured(self, *buffers: Buffer) -> None:
         if self.context.capturing:

@@ -45,9 +45,14 @@ class DeviceInfo:
 
 
 class Stream:
-    """A queue of work; work on different streams is ordered only by events."""
+    """A queue of work; work on different streams is ordered only by events.
+
+    Attributes:
+        after_launch: its last work is a launch, and nothing was waited for since: the next launch may go ahead of it.
+    """
 
     def __init__(self, context: Context) -> None:
+        self.after_launch = False
         flags = context.driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.context = context
         self.handle = context.call("cuStreamCreate", flags.value)
@@ -55,6 +60,7 @@ class Stream:
     def wait(self, event: Event) -> None:
         """Later work of this stream waits for `event`."""
         self.context.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+        self.after_launch = False
 
     def sync(self) -> None:
         """Wait on the host for all work submitted here."""
@@ -271,6 +277,7 @@ class Context:
                 self._staged = [source]
         target = buffer.ptr + offset_bytes
         self.call("cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream.handle)
+        self.stream.after_launch = False
         if large:
             self.stream.sync()
 
@@ -282,6 +289,7 @@ class Context:
         array = np.empty(buffer.shape, buffer.numpy)
         if array.nbytes:
             self.call("cuMemcpyDtoHAsync", array.ctypes.data, buffer.ptr, array.nbytes, self.stream.handle)
+            self.stream.after_launch = False
             self.stream.sync()
             self._staged.clear()  # copied too: they went to the same stream
         return array

@@ -87,6 +87,11 @@ class Driver:
                 raise DeviceError(f"the CPU driver refuses {setter}({value!r}): {self._detail()}")
         self._mode = mode
 
+    def set_weights(self, function: Any, mask: int) -> None:
+        """Tell the CPU driver which parameters of a function hold weights, a bit each; NVIDIA's need not know."""
+        if self.simt is not None and self.simt.ds4simt_set_weights(int(function), mask) != 0:
+            raise DeviceError(self._detail())
+
     def counters(self) -> dict[str, Any]:
         """The CPU driver's counters since the last reset: launches, and per kernel what the count build saw."""
         if self.simt is None:
@@ -150,6 +155,7 @@ def _load_simt(path: Path) -> ctypes.CDLL:
         raise DeviceError(f"the CPU driver {path} cannot be loaded: {e}") from e
     library.ds4simt_set_order.argtypes = [ctypes.c_char_p]
     library.ds4simt_set_replay.argtypes = [ctypes.c_char_p]
+    library.ds4simt_set_weights.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.ds4simt_set_profile.argtypes = [ctypes.c_char_p]
     library.ds4simt_set_workers.argtypes = [ctypes.c_int]
     library.ds4simt_set_poison.argtypes = [ctypes.c_int]

@@ -36,7 +36,9 @@ class Graph:
             raise DeviceError("replay of a graph whose capture has not ended well")
         self.context.refuse_in_capture("replay")
         self.context.driver.use(self._mode)
-        self.context.call("cuGraphLaunch", self._executable, (stream or self.context.stream).handle)
+        where = stream or self.context.stream
+        self.context.call("cuGraphLaunch", self._executable, where.handle)
+        where.after_launch = False
 
     def _finish(self, graph: Any) -> None:
         try:
@@ -70,6 +72,7 @@ def capture(context: Context, mode: Mode) -> Iterator[Graph]:
     local = context.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     context.call("cuStreamBeginCapture", context.main_stream.handle, local)
     context.capturing, context.captured, context.captured_launches = True, {}, 0
+    context.main_stream.after_launch = False  # the graph begins with what follows
     made = Graph(context, mode)
     try:
         yield made
@@ -84,3 +87,4 @@ def capture(context: Context, mode: Mode) -> Iterator[Graph]:
         made._finish(context.call("cuStreamEndCapture", context.main_stream.handle))
     finally:
         context.captured = {}
+        context.main_stream.after_launch = False

@@ -30,6 +30,7 @@ ALLOWED = (
     *(ast.Name, ast.Load, ast.Constant),
 )
 UNASKED_SMEM = 48 << 10  # bytes a block may have before more is asked for
+AHEAD_FROM = (9, 0)  # compute capability from which a launch may start before the one before it has ended
 NO_BUILTINS: dict[str, Any] = {"__builtins__": {}}
 
 
@@ -140,6 +141,19 @@ def signature(kernel: Kernel) -> Signature:
     return Signature(arguments, scalars, grid, smem, known)
 
 
+def weights_mask(kernel: Kernel) -> int:
+    """The positions of `kernel.weights` among its arguments, a bit each.
+
+    Raises:
+        DeviceError: a name is no pointer argument of the kernel.
+    """
+    places = {a.name: i for i, a in enumerate(signature(kernel).arguments) if a.dims is not None}
+    for name in kernel.weights:
+        if name not in places:
+            raise DeviceError(f"{kernel.name}: weights names {name!r}, which is no pointer argument")
+    return sum(1 << places[name] for name in set(kernel.weights))
+
+
 def parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """The parameter names of a row's callable, and whether it takes any others too."""
     kinds = inspect.signature(function).parameters.values()
@@ -202,6 +216,10 @@ class Launcher:
         static = context.call("cuFuncGetAttribute", names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
         self._largest_smem = UNASKED_SMEM - int(static)
         self._launch = context.driver.api.cuLaunchKernel
+        weights = weights_mask(kernel)
+        context.driver.set_weights(function, weights)
+        self._ahead = bool(weights) and context.info.cc >= AHEAD_FROM
+        self._configs: dict[tuple[int, ...], Any] = {}
         self._compare(kinds)
 
     def _compare(self, kinds: list[str]) -> None:
@@ -255,15 +273,36 @@ class Launcher:
             self._pack(self._slots, 0, *values)
         except (struct.error, OverflowError) as e:
             raise self._unpackable(args) from e
-        where = (stream or context.stream).handle
-        (error,) = self._launch(self.function, x, y, z, self.kernel.block, 1, 1, smem, where, self._parameters, 0)
+        where = stream or context.stream
+        if self._ahead and where.after_launch:
+            (error,) = self._launch_ahead(x, y, z, smem, where)
+        else:
+            (error,) = self._launch(
+                self.function, x, y, z, self.kernel.block, 1, 1, smem, where.handle, self._parameters, 0
+            )
         if error:
             raise context.driver.failed(f"launch of {self.kernel.name}", error)
+        where.after_launch = True
         if context.capturing:
             context.captured_launches += 1
             for value in args:
                 if value.__class__ is Buffer:
                     context.captured[value.allocation.ptr] = value.allocation
+
+    def _launch_ahead(self, x: int, y: int, z: int, smem: int, stream: Stream) -> Any:
+        """A launch that may start before the one before it has ended: see `Kernel.weights`."""
+        api, key = self.context.driver.api, (x, y, z, smem, int(stream.handle))
+        config = self._configs.get(key)
+        if config is None:
+            attribute = api.CUlaunchAttribute()
+            attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._configs[key] = api.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.block, 1, 1
+            config.sharedMemBytes, config.hStream = smem, stream.handle
+            config.attrs, config.numAttrs = [attribute], 1
+        return api.cuLaunchKernelEx(config, self.function, self._parameters, 0)
 
     def _pointer(self, a: Argument, value: Buffer, bound: dict[str, int]) -> int:
         if value.kind != a.kind:

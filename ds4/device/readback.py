@@ -42,6 +42,7 @@ class Readback:
         self._context.call(
             "cuMemcpyDtoHAsync", self._pointer, buffer.ptr, buffer.nbytes, self._context.stream.handle
         )  # fmt: skip
+        self._context.stream.after_launch = False
         self._done.record()
 
     def wait(self) -> NDArray[np.uint8]:

@@ -1,8 +1,11 @@
-"""A step's two branches in the check build: the same bits whichever runs first, and a missing order is noticed."""
+"""A step's two branches in the check build: the same bits whichever runs first, and a missing order is noticed.
+Launches ahead: how many of a step's, and the same bits without them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +27,16 @@ PROMPT, STEPS = 8, 6  # groups close, the capacity is outgrown
 
 @functools.cache
 def checked(replay: str) -> Device:
-    return Device.open(driver="simt", simt="check", order="greedy", workers=1, replay=replay)
+    return Device.open(simt="check", order="greedy", workers=1, replay=replay)
 
 
 def engine_of(base: Path, name: str, replay: str = "recorded", **options: Any) -> Engine:
     return Engine.open(base, engram_dir=DATA / name, device=checked(replay), **options)
+
+
+def only_simt(engine: Engine) -> None:
+    if engine.device.info.driver != "simt":
+        pytest.skip("the CPU driver's check build looks for it")
 
 
 def steps(session: Session, ids: list[int], rows: int) -> np.ndarray:
@@ -92,6 +100,7 @@ def test_a_step_without_an_order_is_caught(
     bases: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
     engine = engine_of(bases("oracle-a"), "oracle-a", graphs=False)
+    only_simt(engine)
     session, ids = engine.session(), prompt("oracle-a", PROMPT + 1)
     session.sync(ids[:PROMPT])
     engine.device.sync()
@@ -106,6 +115,7 @@ def test_a_captured_step_without_a_join_is_caught(
 ) -> None:
     """The driver takes a capture only if every stream comes back; the last join is there, those before it are not."""
     engine = engine_of(bases("oracle-a"), "oracle-a")
+    only_simt(engine)
     session, ids = engine.session(), prompt("oracle-a", PROMPT + 2)
     session.sync(ids[:PROMPT])
     session.step(ids[PROMPT : PROMPT + 1])
@@ -123,3 +133,27 @@ def test_a_captured_step_without_a_join_is_caught(
         session.step(ids[PROMPT + 1 :])
     assert not engine.device.capturing
     engine.device.sync()
+
+
+def test_launches_ahead_change_no_bit(
+    bases: Callable[[str], Path], fast_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a captured step most launches that read weights go ahead; before sm_90 none do."""
+    base, ids, rows = bases("oracle-a"), prompt("oracle-a", PROMPT + STEPS), []
+    context, api = fast_device.context, fast_device.context.driver.api
+    launch, gone = api.cuLaunchKernelEx, [0]
+
+    def counting(*args: Any) -> Any:
+        gone[0] += context.capturing
+        return launch(*args)
+
+    monkeypatch.setattr(api, "cuLaunchKernelEx", counting)
+    for cc in ((9, 0), (8, 9)):
+        monkeypatch.setattr(context, "info", dataclasses.replace(context.info, cc=cc))
+        device = Device.open(simt="fast", workers=1)  # its launches are prepared anew
+        session = Engine.open(base, engram_dir=DATA / "oracle-a", device=device).session()
+        rows.append(steps(session, ids, 1))
+        layers = session.config.num_hidden_layers
+        assert gone[0] >= 12 * layers if cc >= (9, 0) else gone[0] == 0
+        gone[0] = 0
+    assert np.array_equal(rows[0], rows[1])

@@ -17,8 +17,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hyper-dots-barrier-removed",
         "hyper.cu",
-        "    sync_block();\n    for (int m = warp;",
-        "    for (int m = warp;",
+        "    sync_block();\n    if (m > M) return;",
+        "    if (m > M) return;",
         HYPER + "test_mixes_agree_with_float64",
     ),
     Mutant(
@@ -154,6 +154,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "(float)width + 2.0f * eps",
         NORM + "test_error_is_within_the_rounding_bound",
     ),
+    Mutant(
+        "norm-does-not-wait",
+        "norm.cu",
+        "    grid_wait();\n    grid_release();\n",
+        "",
+        NORM + "test_error_is_within_the_rounding_bound",
+    ),
     # -- router.cu
     Mutant(
         "route-warp-barrier-removed",
@@ -192,7 +199,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         EXPERTS + "test_prefill_on_tensor_cores",
     ),
+    Mutant(
+        "experts-lets-the-next-start-too-early",
+        "experts_step.cu",
+        "    grid_wait();\n    grid_release();\n",
+        "    grid_release();\n    grid_wait();\n",
+        EXPERTS + "test_one_row",
+        at=0,
+    ),
     # -- linear_step.cu
+    Mutant(
+        "linear-warp-beyond-the-last-row-does-not-wait",
+        "linear_step.cu",
+        "        grid_wait();\n        return;",
+        "        return;",
+        LINEAR + "test_a_step_is_within_its_rounding_bound",
+    ),
     Mutant(
         "linear-split-barrier-removed",
         "linear_step.cu",

@@ -36,6 +36,13 @@ class Kernel:
             bound by its first occurrence, from the shape of the buffer. A trailing "?" allows None (null).
             "width: i32", "eps: f32" are scalars.
         smem: bytes of dynamic shared memory, or axes -> bytes.
+        weights: names of pointer arguments that hold weights: written when the model is placed, and by no launch of a
+            pass. A kernel that has any is *launched ahead* on compute capability 9.0 and later: it may start while
+            the launch before it in its stream still runs, asks for weights, and then waits. So before its
+            `grid_wait()` it reads these arguments and no others, writes no global memory, and every thread passes
+            the wait on every path: a kernel that did not wait would let the next one run ahead of the one before
+            it. `grid_release()` comes after the wait, `gld_nc` reads these arguments only. The check build holds a
+            kernel to all of it.
         constants: model-wide sizes the file needs, each compiled in as -DNAME=value.
         defines: more "NAME=VALUE" texts; rows with different defines are different modules.
         traffic: axes -> (bytes read, bytes written) of device memory: the formula of the header's *Traffic*.
@@ -50,6 +57,7 @@ class Kernel:
     block: int
     args: tuple[str, ...]
     smem: int | Callable[..., int] = 0
+    weights: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     defines: tuple[str, ...] = ()
     traffic: Callable[..., tuple[int, int]] | None = None

@@ -19,6 +19,7 @@ COMPRESS_POOL: dict[str, Kernel] = {
             "ratio: i32", "slots: i32", "eps: f32",
         ),
         smem=lambda HEAD_DIM: stage_bytes(HEAD_DIM),
+        weights=("norm_w",),
         constants=CONSTANTS,
         traffic=lambda n_rows, ratio, HEAD_DIM, a=a: (
             n_rows * 4 + n_rows // ratio * HEAD_DIM * ((12 * ratio if ratio > 1 else 4) + 4),

@@ -55,6 +55,7 @@ DRAFT_CONFIDENCE = Kernel(
     args=(
         "conf: f32[B]", "w: f32[D+K]", "x: f32[B,S,D]", "pre: f32[B,S]", "e: f32[B,K]", "width: i32", "rank: i32",
     ),
+    weights=("w",),
     constants=("HC",),
     traffic=lambda B, S, D, K: (4 * B * (S * D + D + 2 * K) + 8 * 4 * B * S, 4 * B),
     released={"B": 5, "K": 256, **STREAMS},

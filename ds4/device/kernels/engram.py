@@ -35,6 +35,7 @@ ENGRAM_GATE = Kernel(
         "eps: f32",
     ),
     smem=lambda D: 4 * D,
+    weights=("qw", "kw"),
     traffic=lambda R, S, D: (20 * R * S * D, 4 * R * S * D),
     released=RELEASED,
     in_flight=256 * 4 * 16,

@@ -14,6 +14,7 @@ HYPER_DOTS = Kernel(
     block=256,
     args=("part: f32[R,P,M+1]", "x: f32[R,S,D]", "fn: f32[M,S*D]", "rows: i32", "width: i32"),
     smem=4 * ROWS * SLICE,
+    weights=("fn",),
     constants=("HC",),
     traffic=lambda R, S, D, M, P: (4 * M * S * D * -(-R // ROWS) + 4 * R * S * D, 4 * R * P * (M + 1)),
     released=RELEASED,
@@ -28,6 +29,7 @@ HYPER_MIX = Kernel(
         "pre: f32[R,S]", "post: f32[R,S]", "comb: f32[R,S,S]", "part: f32[R,P,M+1]", "scale: f32[3]", "base: f32[M]",
         "n_slices: i32", "width: i32", "iters: i32", "eps: f32", "heps: f32",
     ),
+    weights=("scale", "base"),
     constants=("HC",),
     traffic=lambda R, S, M, P: (R * (4 * P * (M + 1) + 12 + 4 * M), R * 4 * (2 * S + S * S)),
     released=RELEASED,
@@ -44,6 +46,7 @@ def _collapse(dtype: str, n_bytes: int) -> Kernel:
         block=256,
         args=(f"y: {dtype}[R,D]", "x: f32[R,S,D]", "pre: f32[R,S]", "w: f32[D]", "width: i32", "eps: f32"),
         smem=lambda D: 4 * D,
+        weights=("w",),
         constants=("HC",),
         traffic=lambda R, S, D: (R * (4 * S * D + 8 * 4 * S + 4 * D), R * n_bytes * D),  # pre: each of 8 warps
         released=RELEASED,

@@ -28,6 +28,7 @@ INDEX_KEYS: dict[str, Kernel] = {
             "freq: f32[ROPE_DIM//2]", "n_rows: i32", "ratio: i32", "eps: f32",
         ),
         smem=lambda INDEX_DIM: stage_bytes(INDEX_DIM),
+        weights=("w",),
         constants=CONSTANTS,
         traffic=lambda n_rows, ratio, INDEX_DIM, ROPE_DIM, kv=kv: (
             n_rows * 4 + n_rows // ratio * (8 * INDEX_DIM + 2 * ROPE_DIM),

@@ -42,6 +42,7 @@ WINDOW_KV: dict[tuple[str, str], Kernel] = {
             "freq: f32[ROPE_DIM//2]", "n_rows: i32", "eps: f32",
         ),
         smem=lambda HEAD_DIM: stage_bytes(HEAD_DIM),
+        weights=("w",),
         constants=CONSTANTS,
         traffic=lambda n_rows, HEAD_DIM, ROPE_DIM, a=a, kv=kv: (
             n_rows * (HEAD_DIM * (BYTES[a] + 4) + 4 + 2 * ROPE_DIM),

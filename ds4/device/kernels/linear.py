@@ -56,6 +56,7 @@ def _step(name: str, x: str, y: str, rows: int) -> Kernel:
             "split: i32",
         ),
         smem=4 * WARPS * rows,
+        weights=("codes", "scales"),
         defines=(f"FORMAT={number}", f"NAME={name}"),
         traffic=traffic,
         released=RELEASED | {"R": rows},

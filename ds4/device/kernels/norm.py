@@ -12,6 +12,7 @@ RMS_NORM: dict[tuple[str, str], Kernel] = {
         grid=lambda R: (R, 1, 1),
         block=256,
         args=(f"y: {y}[R,width]", f"x: {x}[R,width]", "w: f32[width]", "width: i32", "eps: f32"),
+        weights=("w",),
         traffic=lambda R, width, x=x, y=y: (R * width * (2 * ITEM[x] + 4), R * width * ITEM[y]),
         released={"R": 1, "width": 5120},
         in_flight=256 * 8,

@@ -21,6 +21,7 @@ ROUTE = Kernel(
         "norm: i32",
     ),
     smem=lambda E: 8 * E,
+    weights=("bias",),
     traffic=lambda R, E, k: (8 * R * E, 8 * R * k),
     released={"R": 1, "E": 384, "k": 6},
     in_flight=32 * 8,

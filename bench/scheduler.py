@@ -1,6 +1,6 @@
 """The draft-length scheduler: what it takes a round, and what it makes of an acceptance on a simulated clock.
 
-    python bench/scheduler.py [--tokens 2048] [--rounds 2000] [--block 5]
+    python bench/scheduler.py [--tokens 2048] [--rounds 2000] [--block 5] [--acceptance FILE]
 
 First its own time, on this machine's clock: at most 50 us a round, or the exit code is 1. Then tokens/s of the
 released model on a clock that knows only bytes: each pass and each round of drafts takes the stored bytes that it
@@ -9,23 +9,27 @@ that a device can approach, not a measurement of one. Distinct experts of 1..5 n
 engine's counts on the real model, a sixth row adds what the fifth did; a draft stage's picks are taken as
 independent. Keys of a long context, engram rows and what kernels write are left out.
 
-Drafts hit with a chance of their own, drawn from a Beta distribution around the row's mean, and the confidence is the
-logit of that chance; `sched` is the scheduler, `k` its mean number of verified drafts over all rounds. The last
-lines are an arithmetic-bound device, on which drafting cannot win and the scheduler must see that by itself: at
-least 0.97 of plain decode, or the exit code is 1. The last line of output is JSON.
+Drafts hit with a chance of their own, drawn from a Beta distribution around the row's mean, and the confidence is
+the logit of that chance; `sched` is the scheduler, `k` its mean number of verified drafts over all rounds. With
+--acceptance, what bench/drafts.py printed, each of its rules is a line more: draft j is right with the chance that
+it had there after right ones before it, as far as the longest block that was verified says. The last lines are an
+arithmetic-bound device, on which drafting cannot win and the scheduler must see that by itself: at least 0.97 of
+plain decode, or the exit code is 1. The last line of output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from released import released_config
@@ -79,17 +83,17 @@ class Run:
     k: float  # drafts verified a round
 
 
-def simulate(make: Maker, device: Clockwork, mean: float, n: int, block: int) -> Run:
-    """`n` tokens of a text whose drafts hit with chances around `mean`, on the clock of `device`."""
+def simulate(make: Maker, device: Clockwork, means: Sequence[float], n: int) -> Run:
+    """`n` tokens of a text whose drafts hit with chances around `means`, one a draft, on the clock of `device`."""
+    block = len(means)
     rng, now = random.Random(1), 0.0
     policy = make(lambda: now)
     emitted = rounds = verified = 0
     while emitted < n:
         planned = policy.begin(most_drafts(block, n - emitted, n))
         # as many chances a round whatever is drawn: two policies meet the same luck for as long as they agree
-        chances = [
-            min(max(rng.betavariate(mean * SPREAD, (1 - mean) * SPREAD), 1e-6), 1 - 1e-6) for _ in range(block)
-        ]
+        drawn = [rng.betavariate(mean * SPREAD, (1 - mean) * SPREAD) for mean in means]
+        chances = [min(max(p, 1e-6), 1 - 1e-6) for p in drawn]
         hits = [rng.random() < p for p in chances]
         k = 0
         if planned:
@@ -107,35 +111,57 @@ def fixed_drafts(k: int) -> Maker:
     return lambda _: FixedDrafts(k)
 
 
+def line(label: str, device: Clockwork, means: Sequence[float], n: int) -> dict[str, Any]:
+    """Tokens/s of a text plain, with each fixed k, with the scheduler."""
+    plain = simulate(fixed_drafts(0), device, means, n).tokens_s
+    fixed = [simulate(fixed_drafts(k), device, means, n).tokens_s for k in range(1, len(means) + 1)]
+    run = simulate(Scheduler, device, means, n)
+    return {
+        "text": label,
+        "plain": round(plain, 2),
+        "fixed": [round(rate, 2) for rate in fixed],
+        "scheduler": round(run.tokens_s, 2),
+        "tokens_per_round": round(run.per_round, 2),
+        "k": round(run.k, 2),
+        "over_plain": round(run.tokens_s / plain, 3),
+    }
+
+
 def table(device: Clockwork, means: tuple[float, ...], n: int, block: int) -> list[dict[str, Any]]:
-    """A row a mean chance: tokens/s plain, with each fixed k, with the scheduler."""
-    plain = simulate(fixed_drafts(0), device, 0.5, n, block).tokens_s
-    rows = []
-    for mean in means:
-        fixed = [simulate(fixed_drafts(k), device, mean, n, block).tokens_s for k in range(1, block + 1)]
-        run = simulate(Scheduler, device, mean, n, block)
-        rows.append(
-            {
-                "mean": mean,
-                "plain": round(plain, 2),
-                "fixed": [round(rate, 2) for rate in fixed],
-                "scheduler": round(run.tokens_s, 2),
-                "tokens_per_round": round(run.per_round, 2),
-                "k": round(run.k, 2),
-                "over_plain": round(run.tokens_s / plain, 3),
-            }
-        )
-    return rows
+    """A line a mean chance, the same for every draft."""
+    return [line(f"{mean:.2f}", device, (mean,) * block, n) | {"mean": mean} for mean in means]
+
+
+def measured(path: str, block: int) -> dict[str, tuple[float, ...]]:
+    """Chances by rule from what bench/drafts.py printed: of draft j, when those before it were right.
+
+    Raises:
+        UsageError: the file says nothing of the kind.
+    """
+    try:
+        said = json.loads(Path(path).read_text().strip().splitlines()[-1])
+        found = {}
+        for answer in said["answers"]:
+            if answer["policy"] == f"k {said['block']}":
+                survival = [1.0, *answer["acceptance_by_position"][:block]]
+                chances = [b / a if a else 0.0 for a, b in itertools.pairwise(survival)]
+                chances += [0.0] * (block - len(chances))
+                found[answer["rule"]] = tuple(min(max(p, 0.01), 0.99) for p in chances)
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as e:
+        raise UsageError(f"{path}: is not what bench/drafts.py prints ({e!r})") from e
+    if not found:
+        raise UsageError(f"{path}: has no answers with all drafts verified")
+    return found
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(title)
     k = "".join(f"    k={i + 1}" for i in range(len(rows[0]["fixed"])))
-    print(f"     hit   plain{k}   sched  sched/plain  tokens a round     k")
+    print(f"         hit   plain{k}   sched  sched/plain  tokens a round     k")
     for row in rows:
         fixed = "".join(f"{rate:7.2f}" for rate in row["fixed"])
         print(
-            f"    {row['mean']:4.2f} {row['plain']:7.2f}{fixed} {row['scheduler']:7.2f}      {row['over_plain']:7.3f}"
+            f"    {row['text']:>8} {row['plain']:7.2f}{fixed} {row['scheduler']:7.2f}      {row['over_plain']:7.3f}"
             f"         {row['tokens_per_round']:7.2f}  {row['k']:4.2f}"
         )
 
@@ -173,6 +199,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print(f"    drawing drafts {1e3 * device.draft_s:.1f} ms")
     rows = table(device, MEANS, args.tokens, args.block)
     show(f"simulated tokens/s by bytes, {args.tokens} tokens (not measured)", rows)
+    texts = []
+    if args.acceptance:
+        texts = [line(rule, device, p, args.tokens) for rule, p in measured(args.acceptance, args.block).items()]
+        show("with the acceptances measured there, simulated all the same", texts)
     bound = Clockwork(tuple(0.2 + 0.8 * n for n in range(1, args.block + 2)), 2.0)
     slow = table(bound, (0.1, 0.5, 0.9), args.tokens, args.block)
     show("a device bound by arithmetic: plain tokens take 1, a row 0.8, drafts 2", slow)
@@ -182,6 +212,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "pass_ms": [round(1e3 * s, 3) for s in device.pass_s],
         "draft_ms": round(1e3 * device.draft_s, 3),
         "simulated": rows,
+        "acceptances": texts,
         "arithmetic_bound": slow,
     }
 
@@ -191,6 +222,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="tokens of a simulated text (2048)")
     parser.add_argument("--rounds", type=int, default=2000, metavar="N", help="rounds timed (2000)")
     parser.add_argument("--block", type=int, default=5, metavar="N", help="drafts a round at most (5)")
+    parser.add_argument("--acceptance", metavar="FILE", help="what bench/drafts.py printed: its acceptances too")
     args = parser.parse_args()
     try:
         if args.tokens < 1 or args.rounds < 1 or not 1 <= args.block < len(DISTINCT):

@@ -1,10 +1,13 @@
 """Tokens per second of prefill and decode on the device that is there, beside the bytes and launches of a token.
 
-    python bench/tokens.py [-m BASE] [--frontiers 64,512] [--tokens 32] [--runs 5] [--no-graph] [--profile]
+    python bench/tokens.py [-m BASE] [--frontiers 64,512] [--tokens 32] [--runs 5] [--no-dspark] [--profile]
 
-Without `-m`, the embedded model. At each context frontier a prompt of that many random tokens is read, then tokens
-are drawn greedily; every run starts after a warm-up and a flush of the GPU's cache, and median, least and most over
-the runs are shown. Captured graphs and direct launches take turns in one run, so that a noisy machine meets both.
+Without `-m`, the embedded model. At each context frontier a prompt of that many tokens is read, a piece of the
+embedded model's judge text, then tokens are drawn greedily; every run starts after a warm-up and a flush of the GPU's
+cache, and median, least and most over the runs are shown. Captured graphs, direct launches and rounds of drafts, with
+the scheduler that an engine has, take turns on the same prompts, so that a noisy machine meets all of them. A table
+has tokens/s, bytes of weights a token, and the share of the copy bandwidth that both make, plain and with drafts.
+
 On the CPU driver CPU time is shown too: it says what the wall clock would say on an idle machine. There, and for a
 model that fits the cache of a GPU, the share of the copy bandwidth says nothing. The last line of output is JSON.
 """
@@ -24,19 +27,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from embedded import embedded_base
+from sessions import session_on
 from watched import Watched
 
+from ds4 import embedded
 from ds4.device import Buffer, Device, Kernel
 from ds4.engine import Engine, Sampling
-from ds4.engine.lane import Lane
 from ds4.engine.ops.experts import ExpertWeights
 from ds4.engine.ops.linear import Weight
-from ds4.engine.scratch import Workspace
+from ds4.engine.scheduler import DraftLedger, Scheduler
 from ds4.engine.session import Session
+from ds4.engine.traffic import weight_bytes as weights_read
 from ds4.errors import Ds4Error, UsageError
-from ds4.model.config import ModelConfig
 
 WARM_UP = 4  # drawn tokens: a direct step, a capture, two replays
 COPY_MB = {"simt": 64, "nvidia": 1024}
@@ -73,55 +76,80 @@ def timed(device: Device, work: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def session(engine: Engine, *, graphs: bool, device: Device | None = None) -> Session:
-    """A session of the engine's weights, with or without captured graphs, on the device or a view of it."""
-    dev = device or engine.device
-    options = dataclasses.replace(engine.options, graphs=graphs)
-    lane = Lane(dev, Workspace(dev), engine.config, engine.weights, engine.feed, options)
-    return Session(dev, engine.config, lane)
+def prompt(engine: Engine, n: int, seed: int) -> list[int]:
+    """`n` ids of the embedded model's judge text, from a place that the seed tells."""
+    text = "\n".join(document for domain in embedded.domains() for document in embedded.slice(domain, "judge"))
+    start = seed * 7919 % len(text)
+    text, n_chars = text[start:] + text[:start], 8 * n
+    while len(ids := engine.tokenizer.encode(text[:n_chars])) < n:
+        if n_chars >= len(text):
+            text += text
+        n_chars *= 2
+    return [int(i) for i in ids[:n]]
 
 
-def prompt(config: ModelConfig, n: int, seed: int) -> list[int]:
-    """Random ids; two seeds share no prefix, so nothing of the last prompt is kept."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(3, config.vocab_size, n)
-    ids[0] = 3 + seed % (config.vocab_size - 3)
-    return [int(i) for i in ids]
+@dataclass
+class Decode:
+    """One way to decode, by frontier: its runs, and what they read.
+
+    Attributes:
+        runs: (wall seconds, CPU seconds) of each.   n_bytes, n_tokens, rounds: of all of them together.
+    """
+
+    session: Session
+    runs: list[tuple[float, float]]
+    n_bytes: int = 0
+    n_tokens: int = 0
+    rounds: int = 0
+
+    def draw(self, n: int) -> None:
+        for i in range(n):
+            self.session.next(Sampling(), left=n - i)
+
+    def timed(self, n: int) -> None:
+        """Draw `n` tokens against the clock."""
+        s, before = self.session, self.session.rounds.rounds
+        read = weights_read(s.lane)
+        self.runs.append(timed(s.device, lambda: self.draw(n)))
+        self.n_bytes += weights_read(s.lane) - read
+        self.n_tokens, self.rounds = self.n_tokens + n, self.rounds + s.rounds.rounds - before
 
 
 class Bench:
     """One engine under measurement."""
 
-    def __init__(self, engine: Engine, n_tokens: int, n_runs: int, modes: tuple[bool, ...]) -> None:
+    def __init__(self, engine: Engine, n_tokens: int, n_runs: int, *, graphs: bool) -> None:
+        """`graphs`: captured graphs too, else direct launches alone; with drafts if the engine has a draft head."""
         self.engine, self.n_tokens, self.n_runs = engine, n_tokens, n_runs
-        self.sessions = {graphs: session(engine, graphs=graphs) for graphs in modes}
-        self.sampling = Sampling(temperature=0.0)
+        dev, ledger = engine.device, DraftLedger()
+        self.sessions = {"decode": session_on(engine, dev, graphs=True)} if graphs else {}
+        self.sessions["decode_direct"] = session_on(engine, dev, graphs=False)
+        if engine.draft is not None:
+            self.sessions["decode_drafts"] = session_on(
+                engine, dev, graphs=graphs, policy=lambda: Scheduler(ledger=ledger)
+            )
         gpu = engine.device.info.driver == "nvidia"
         self.flushed = engine.device.empty((FLUSH_MB << 20,), "u8") if gpu else None
         self.seed = 0
 
-    def frontier(self, context: int) -> tuple[Spread, dict[bool, Spread]]:
-        """Prefill to `context`, then decode, each mode in turn; the first round is the warm-up."""
+    def frontier(self, context: int) -> tuple[Spread, dict[str, Decode]]:
+        """Prefill to `context`, then decode, each way in turn; the first round is the warm-up."""
         prefills: list[tuple[float, float]] = []
-        decodes: dict[bool, list[tuple[float, float]]] = {graphs: [] for graphs in self.sessions}
+        decodes = {name: Decode(s, []) for name, s in self.sessions.items()}
         for i in range(self.n_runs + 1):
-            for graphs, s in self.sessions.items():
-                self.seed += 1
-                ids = prompt(self.engine.config, context, self.seed)
+            self.seed += 1
+            ids = prompt(self.engine, context, self.seed)
+            for decode in decodes.values():
                 self.flush()
-                read = timed(self.engine.device, partial(s.sync, ids))
-                for _ in range(WARM_UP):
-                    s.next(self.sampling)
+                read = timed(self.engine.device, partial(decode.session.sync, ids))
+                decode.draw(WARM_UP)
                 self.flush()
-                drawn = timed(self.engine.device, partial(self.draw, s))
                 if i > 0:
                     prefills.append(read)
-                    decodes[graphs].append(drawn)
-        return spread(context, prefills), {g: spread(self.n_tokens, runs) for g, runs in decodes.items()}
-
-    def draw(self, s: Session) -> None:
-        for _ in range(self.n_tokens):
-            s.next(self.sampling)
+                    decode.timed(self.n_tokens)
+                else:
+                    decode.draw(self.n_tokens)
+        return spread(context, prefills), decodes
 
     def flush(self) -> None:
         """Push everything out of a GPU's second-level cache."""
@@ -132,8 +160,8 @@ class Bench:
 def step_launches(engine: Engine, context: int, device: Device) -> Watched:
     """The launches of one decoded token after `context` others, written down."""
     watched = Watched(device.with_constants(engine.device.constants))
-    s = session(engine, graphs=False, device=watched)
-    s.sync(prompt(engine.config, context, 1))
+    s = session_on(engine, watched, graphs=False)
+    s.sync(prompt(engine, context, 1))
     s.next(Sampling())
     watched.log.seen.clear()
     s.next(Sampling())
@@ -197,8 +225,8 @@ def profile(engine: Engine, context: int, n_tokens: int) -> list[dict[str, Any]]
     is above a step's time.
     """
     dev = Timed(engine.device)
-    s = session(engine, graphs=False, device=dev)
-    s.sync(prompt(engine.config, context, 1))
+    s = session_on(engine, dev, graphs=False)
+    s.sync(prompt(engine, context, 1))
     for _ in range(WARM_UP):
         s.next(Sampling())
     dev.seconds.clear()
@@ -220,8 +248,7 @@ def profile(engine: Engine, context: int, n_tokens: int) -> list[dict[str, Any]]
 def measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """All figures, printed as they come; returns what the JSON line says."""
     info = engine.device.info
-    modes = (False,) if args.no_graph else (True, False)
-    bench = Bench(engine, args.tokens, args.runs, modes)
+    bench = Bench(engine, args.tokens, args.runs, graphs=not args.no_graph)
     print(f"{info.name} ({info.driver}, {info.n_sm} multiprocessors), base {Path(engine.base.path).name}")
     out: dict[str, Any] = {
         "bench": "tokens",
@@ -230,35 +257,20 @@ def measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "base": Path(engine.base.path).name,
         "runs": args.runs,
         "tokens": args.tokens,
+        "weight_bytes": weight_bytes(engine),
+        "copy_gb_s": round(copy_bandwidth(engine.device) / 1e9, 2),
         "frontiers": [],
     }
     for context in args.frontiers:
-        read, drawn = bench.frontier(context)
-        print(f"context {context:6d}  prefill       {read.text()}")
-        point: dict[str, Any] = {"context": context, "prefill": dataclasses.asdict(read)}
-        for graphs, rate in drawn.items():
-            name = "decode" if graphs else "decode_direct"
-            print(f"context {context:6d}  {name:13} {rate.text()}")
-            point[name] = dataclasses.asdict(rate)
-        if len(modes) == 2:
-            point["graph_ratio"] = round(drawn[True].median / drawn[False].median, 3)
-            print(f"context {context:6d}  graph over direct launches: {point['graph_ratio']:.2f}")
-        out["frontiers"].append(point)
+        out["frontiers"].append(frontier_figures(bench, context, out))
+    table(out)
     context = args.frontiers[-1]
     watched = step_launches(engine, context, engine.device)
     n_formula, without = formula_bytes(watched)
-    out |= {
-        "launches": len(watched.log.seen),
-        "weight_bytes": weight_bytes(engine),
-        "formula_bytes": n_formula,
-        "without_formula": without,
-        "copy_gb_s": round(copy_bandwidth(engine.device) / 1e9, 2),
-    }
-    best = out["frontiers"][-1].get("decode", out["frontiers"][-1]["decode_direct"])["median"]
-    out["bandwidth_share"] = round(out["weight_bytes"] * best / 1e9 / out["copy_gb_s"], 4)
+    out |= {"launches": len(watched.log.seen), "formula_bytes": n_formula, "without_formula": without}
+    out["bandwidth_share"] = plain_of(out["frontiers"][-1])["share"]
     print(f"a token at {context}: {out['launches']} launches, {out['weight_bytes']:,} bytes of weights, ")
     print(f"    {n_formula:,} bytes asked for by the kernels' formulas (caches serve some of them)")
-    print(f"copy {out['copy_gb_s']:.1f} GB/s; weights x tokens/s are {100 * out['bandwidth_share']:.1f} % of it")
     if info.driver == "simt" and not args.no_count:
         counter = Device.open(simt="count", workers=1)
         out["counted_bytes"] = sum(
@@ -272,6 +284,54 @@ def measure(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
                 f"    {line['kernel']:40} {line['launches']:5.1f} x {line['us']:9.1f} us a token {line['share']:6.1%}"
             )
     return out
+
+
+def frontier_figures(bench: Bench, context: int, out: dict[str, Any]) -> dict[str, Any]:
+    """One context: its spreads, and what each way to decode reads."""
+    read, decodes = bench.frontier(context)
+    print(f"context {context:6d}  prefill       {read.text()}")
+    point: dict[str, Any] = {"context": context, "prefill": dataclasses.asdict(read)}
+    for name, decode in decodes.items():
+        rate = spread(bench.n_tokens, decode.runs)
+        print(f"context {context:6d}  {name:13} {rate.text()}", flush=True)
+        # one row reads what the table of weights says; rounds are told apart by what their passes did
+        drafts = name == "decode_drafts"
+        n_bytes = decode.n_bytes / decode.n_tokens if drafts else out["weight_bytes"]
+        share = round(n_bytes * rate.median / 1e9 / out["copy_gb_s"], 4)
+        point[name] = dataclasses.asdict(rate) | {"bytes": round(n_bytes), "share": share}
+        if drafts:
+            point[name]["tokens_per_round"] = round(decode.n_tokens / decode.rounds, 3)
+    if "decode" in point:
+        point["graph_ratio"] = round(point["decode"]["median"] / point["decode_direct"]["median"], 3)
+        print(f"context {context:6d}  graph over direct launches: {point['graph_ratio']:.2f}")
+    if "decode_drafts" in point:
+        point["drafts_ratio"] = round(point["decode_drafts"]["median"] / plain_of(point)["median"], 3)
+        print(f"context {context:6d}  drafts over plain decode: {point['drafts_ratio']:.2f}")
+    return point
+
+
+def plain_of(point: dict[str, Any]) -> dict[str, Any]:
+    """Plain decode of a frontier, the better way that was measured."""
+    found: dict[str, Any] = point.get("decode", point["decode_direct"])
+    return found
+
+
+def table(out: dict[str, Any]) -> None:
+    """Plain and speculative decode by context, this device and the other kind."""
+    here, other = ("CPU driver", "GPU") if out["driver"] == "simt" else (out["device"], "CPU driver")
+    print(f"copy {out['copy_gb_s']:.1f} GB/s; a share is weights x tokens/s over it")
+    print(f"| context | decode | {here}: tokens/s | bytes a token | share | {other} |")
+    print("|---|---|---|---|---|---|")
+    for point in out["frontiers"]:
+        for name, what in (("plain", plain_of(point)), ("drafts", point.get("decode_drafts"))):
+            if what is None:
+                print(f"| {point['context']} | {name} | not measured | | | not measured |")
+                continue
+            label = f"{name}, {what['tokens_per_round']:.2f} tokens a round" if name == "drafts" else name
+            print(
+                f"| {point['context']} | {label} | {what['median']:.1f} | {what['bytes']:,} | {what['share']:.1%} "
+                "| not measured |"
+            )
 
 
 def numbers(text: str) -> list[int]:
@@ -293,6 +353,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens a run decodes (32)")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs after the warm-up (5)")
     parser.add_argument("--no-graph", action="store_true", help="direct launches only")
+    parser.add_argument("--no-dspark", action="store_true", help="no rounds of drafts")
     parser.add_argument("--no-count", action="store_true", help="do not count bytes on the CPU driver")
     parser.add_argument("--profile", action="store_true", help="time by kernel, each launch waited for")
     parser.add_argument("--reach", type=float, metavar="R", help="exit 1 if decode is under R tokens/s")
@@ -301,7 +362,7 @@ def main() -> int:
         if args.tokens < 1 or args.runs < 1:
             raise UsageError("--tokens and --runs must be at least 1")
         base, shards = (Path(args.model), args.engram_dir) if args.model else embedded_base()
-        engine = Engine.open(base, engram_dir=shards)
+        engine = Engine.open(base, engram_dir=shards, dspark=not args.no_dspark)
         try:
             need = max(args.frontiers) + WARM_UP + args.tokens
             if need > engine.config.max_position_embeddings:
@@ -313,7 +374,7 @@ def main() -> int:
         print(f"tokens: {e}", file=sys.stderr)
         return 1
     print(json.dumps(out))
-    slowest = min(p.get("decode", p["decode_direct"])["median"] for p in out["frontiers"])
+    slowest = min(plain_of(p)["median"] for p in out["frontiers"])
     return 1 if args.reach and slowest < args.reach else 0
 
 

@@ -51,11 +51,16 @@ class Seen:
         """What memory must move: counted bytes read and written, of no buffer more than it holds. What several warps
         ask for (rows of x, a codebook) comes from a cache but once.
         """
+        return self.memory_bytes_of(*(a.name for a in signature(self.kernel).arguments))
+
+    def memory_bytes_of(self, *arguments: str) -> int:
+        """The same of some arguments, by their names in the table."""
+        names = [a.name for a in signature(self.kernel).arguments]
         return sum(
             min(int(tally[kind]["bytes"]), self.sizes[int(i)])
             for i, tally in self.counted.get("args", {}).items()
             for kind in ("load", "store")
-            if kind in tally
+            if kind in tally and names[int(i)] in arguments
         )
 
 

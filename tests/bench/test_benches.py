@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,11 +34,24 @@ def test_tokens(base: list[str]) -> None:
     assert code == 0, text
     assert [p["context"] for p in out["frontiers"]] == [5, 9]
     for point in out["frontiers"]:
-        for what in ("prefill", "decode", "decode_direct"):
+        for what in ("prefill", "decode", "decode_direct", "decode_drafts"):
             assert 0 < point[what]["least"] <= point[what]["median"] <= point[what]["most"]
+        assert point["decode"]["bytes"] == point["decode_direct"]["bytes"] == out["weight_bytes"]
+        assert point["decode_drafts"]["bytes"] > 0 and 1 <= point["decode_drafts"]["tokens_per_round"] <= 5
+        assert re.search(rf"\| {point['context']} \| plain \| [\d.]+ \| {out['weight_bytes']:,} ", text)
+        assert re.search(rf"\| {point['context']} \| drafts, [\d.]+ tokens a round \| [\d.]+ \| ", text)
+    assert text.count("| not measured |") == 4  # whatever the GPU would do
     assert out["launches"] == sum(line["launches"] for line in out["profile"]) or len(out["profile"]) == 12
     # a token reads all of its weights, and what kernels read twice comes on top
     assert 0 < out["weight_bytes"] < out["counted_bytes"]
+
+
+def test_tokens_of_plain_decode_alone(base: list[str]) -> None:
+    few = ("--frontiers", "5", "--tokens", "2", "--runs", "1", "--no-dspark", "--no-graph", "--no-count")
+    code, out, text = run("tokens.py", *base, *few)
+    assert code == 0, text
+    assert "decode_drafts" not in out["frontiers"][0] and "decode" not in out["frontiers"][0]
+    assert "| 5 | drafts | not measured |" in text
 
 
 def test_tokens_says_what_is_wrong(base: list[str]) -> None:
@@ -49,12 +63,20 @@ def test_tokens_says_what_is_wrong(base: list[str]) -> None:
 
 def test_drafts(base: list[str]) -> None:
     """oracle-a's draft head is right by chance only: what is the same is the tokens."""
-    code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "5", "--runs", "1")
+    code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "6", "--runs", "1", "--count", "4")
     assert code == 0 and out["different"] == 0, text
-    assert [a["policy"] for a in out["answers"]] == ["plain", "k 1", "k 2", "k 3", "k 4", "scheduler"] * 3
-    for a in out["answers"]:
-        assert a["bytes_over_plain"] == 1 if a["policy"] == "plain" else a["bytes_over_plain"] > 1
+    fixed, rest = ["k 1", "k 2", "k 3", "k 4"], ["plain", "k 4", "scheduler"]
+    assert [a["policy"] for a in out["answers"]] == ["plain", *fixed, "scheduler", "by bytes", *rest, *rest]
+    by_policy = {a["policy"]: a for a in out["answers"] if a["rule"] == "greedy"}
+    assert by_policy["plain"]["bytes_over_plain"] == 1 and by_policy["plain"]["tokens_per_round"] == 1
+    assert all(by_policy[k]["bytes_over_plain"] > 1 for k in fixed)
     assert out["wall_speed"] > 0 and out["cpu_speed"] > 0
+    assert [c["k"] for c in out["counted"]] == [0, 1, 2, 3, 4] and out["counted"][0]["over_plain"] == 1
+    for c in out["counted"]:
+        assert c["weights"] < c["memory"] < c["asked"]
+        # the session's own figure leaves out an embedding row, and counts what an f32 vector takes once a pass
+        told = by_policy[f"k {c['k']}" if c["k"] else "plain"]["weight_bytes_per_token"]
+        assert 0.9 < told / c["weights"] < 1.1, (c, told)
 
 
 def test_distance(base: list[str], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ TESTS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 HOST_ONLY = (
     "test_compile.py",
+    "test_compiled_ahead.py",
     "test_traffic_weights.py",
     "test_traffic_caches.py",
     "test_reads_once.py",

@@ -28,8 +28,8 @@ their answer: a line each on standard output, their number on standard error, ex
 value on standard output.
 
 Variables are for diagnostics and for where things lie; none changes a number: `DS4_DRIVER` (auto, nvidia, simt),
-`DS4_SIMT` (fast, check, count), `DS4_SIMT_ORDER` (greedy, rising, falling), `DS4_SIMT_WORKERS`, `DS4_CACHE`,
-`DS4_CUDA_DIR`, `DS4_CXX`, and for the scripts `DS4_PYTHON` and `DS4_VENV`.
+`DS4_SIMT` (fast, check, count), `DS4_SIMT_ORDER` (greedy, rising, falling), `DS4_SIMT_REPLAY` (recorded, falling,
+turns), `DS4_SIMT_WORKERS`, `DS4_CACHE`, `DS4_CUDA_DIR`, `DS4_CXX`, and for the scripts `DS4_PYTHON` and `DS4_VENV`.
 """
 
 

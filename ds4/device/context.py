@@ -200,8 +200,10 @@ class Context:
             with contextlib.suppress(DeviceError):  # what comes next must not run ahead of the branch
                 outer.wait(branch.join.record(branch.stream))
             raise
-        outer.wait(branch.join.record(branch.stream))
-        self._branches.append(branch)
+        else:
+            outer.wait(branch.join.record(branch.stream))
+        finally:
+            self._branches.append(branch)
 
     # -- memory
 

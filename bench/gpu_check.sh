@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything worth asking a machine with an NVIDIA GPU, in one command and under six minutes: kernel tests, bit-equality
-# gates and distance to the teacher on the real driver, then bench/tokens.py. One table last, then a line of JSON.
+# gates and distance to the teacher on the real driver, then bench/launches.py and bench/tokens.py, plain and with
+# drafts. One table last, then a line of JSON.
 #
 #   bash bench/gpu_check.sh [--wheels DIR] [--out DIR] [--seconds 340] [--driver nvidia|simt] [--every N]
 #

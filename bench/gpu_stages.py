@@ -37,7 +37,7 @@ HOST_ONLY = (
     "test_traffic_caches.py",
     "test_reads_once.py",
 )  # compile for others; count
-TOKENS_SECONDS = 60.0
+LAUNCHES_SECONDS, TOKENS_SECONDS = 20.0, 60.0
 IMPORT = re.compile(r"^(?:import|from) (\w+)", re.M)
 HERE = ("ds4", "tests", "rulers", "solvers")
 
@@ -131,24 +131,26 @@ def bounded(command: list[str], seconds: float, env: dict[str, str]) -> tuple[in
         return None, text
 
 
-def run_tokens(stage: Stage, seconds: float, env: dict[str, str], out: Path, quick: bool) -> dict[str, Any]:
-    """bench/tokens.py on the embedded model; its JSON line."""
-    long = ",4096" if env["DS4_DRIVER"] == "nvidia" else ""  # minutes on the CPU driver
-    size = ["--runs", "1", "--tokens", "4", "--frontiers", "32"] if quick else ["--frontiers", f"64,512{long}"]
+def run_bench(stage: Stage, script: str, args: list[str], seconds: float, env: dict[str, str], out: Path) -> Any:
+    """One of the benches; its JSON line, {} if it failed."""
     started = time.monotonic()
-    command = [sys.executable, str(ROOT / "bench" / "tokens.py"), "--profile", *size]
-    code, text = bounded(command, seconds, env)
+    code, text = bounded([sys.executable, str(ROOT / "bench" / script), *args], seconds, env)
     stage.seconds = time.monotonic() - started
     stage.collected = 1
-    (out / "tokens.txt").write_text(text)
+    (out / f"{stage.name}.txt").write_text(text)
     print(text, flush=True)
     if code == 0:
         stage.passed = 1
-        found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-        return found
+        return json.loads(text.strip().splitlines()[-1])
     stage.failed = 1
     stage.broken = "out of time" if code is None else f"exit code {code}"
     return {}
+
+
+def tokens_args(driver: str, quick: bool) -> list[str]:
+    long = ",4096" if driver == "nvidia" else ""  # minutes on the CPU driver
+    size = ["--runs", "1", "--tokens", "4", "--frontiers", "32"] if quick else ["--frontiers", f"64,512{long}"]
+    return ["--profile", *size]
 
 
 def device_line(env: dict[str, str]) -> tuple[bool, str]:
@@ -173,8 +175,16 @@ def token_table(tokens: dict[str, Any]) -> None:
     for point in tokens.get("frontiers", []):
         print(
             f"context {point['context']:6}: prefill {point['prefill']['median']:.1f}, decode "
-            f"{point['decode']['median']:.1f} tokens/s, {point['graph_ratio']:.2f} x direct launches"
+            f"{point['decode']['median']:.1f} tokens/s, {point['graph_ratio']:.2f} x direct launches, "
+            f"{point['decode']['share']:.2%} of a copy"
         )
+        drafts = point.get("decode_drafts")
+        if drafts is not None:
+            print(
+                f"{'':16} with drafts {drafts['median']:.1f} tokens/s, {point['drafts_ratio']:.2f} x plain, "
+                f"{drafts['tokens_per_round']:.2f} tokens a round, {drafts['bytes']:,} bytes of weights a token, "
+                f"{drafts['share']:.2%} of a copy"
+            )
     if tokens:
         print(
             f"{tokens['launches']} launches and {tokens['weight_bytes']:,} weight bytes a token; copy "
@@ -215,10 +225,11 @@ def main() -> int:
         saved = max(seconds - stages[-1].seconds, 0.0)
         table([stages[-1]])
         sys.stdout.flush()
+    stages.append(Stage("launches"))
+    launches = run_bench(stages[-1], "launches.py", [], LAUNCHES_SECONDS * scale, env, out)
     stages.append(Stage("tokens"))
-    tokens = run_tokens(
-        stages[-1], max(deadline - time.monotonic(), TOKENS_SECONDS * scale), env, out, args.every > 1
-    )
+    seconds = max(deadline - time.monotonic(), TOKENS_SECONDS * scale)
+    tokens = run_bench(stages[-1], "tokens.py", tokens_args(args.driver, args.every > 1), seconds, env, out)
     table(stages)
     token_table(tokens)
     ok = all(stage.ok for stage in stages)
@@ -230,6 +241,7 @@ def main() -> int:
         "ok": ok,
         "seconds": round(time.monotonic() - started, 1),
         "stages": [asdict(stage) | {"seconds": round(stage.seconds, 1)} for stage in stages],
+        "launches": launches,
         "tokens": tokens,
     }
     (out / "result.json").write_text(json.dumps(result, indent=1))

@@ -3,7 +3,8 @@
 Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs
 them, and the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after
 the layer. In a step two branches of a layer run beside the rest of it (`Pass.beside`): keys and values beside the
-queries, the shared expert beside the routed ones. Neither writes a buffer that the other side names.
+queries, the shared expert beside the routed ones; each takes its site's mixes along, which nobody wants before the way
+back into the streams. Neither side writes a buffer that the other names.
 
 Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index
 logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
@@ -121,15 +122,26 @@ def _mix(p: Pass, name: str) -> tuple[Buffer, Buffer]:
     return p.temp(f"{name}_post", p.R, S, dtype="f32"), p.temp(f"{name}_comb", p.R, S, S, dtype="f32")
 
 
+def _attn_pre(p: Pass) -> Buffer:
+    return p.temp("attn_pre", p.R, p.config.hc_mult, dtype="f32")
+
+
+def _attention_mixes(p: Pass, lw: LayerWeights) -> None:
+    """From the streams as attention finds them: how it goes back into them, and what the FFN collapses with."""
+    mixes(p.device, p.ws, lw.hyper_attn, p.x, _attn_pre(p), *_mix(p, "attn"), p.R)
+
+
+def _block_input(p: Pass, pre: Buffer, norm: Buffer) -> Buffer:
+    """A block's normed input A [R, D]: the streams, collapsed with `pre`."""
+    y = p.temp("block_in", p.R, p.config.hidden_size)
+    collapse_norm(p.device, y, p.x, pre, norm, p.R, p.config.rms_norm_eps)
+    return y
+
+
 def attention_input(p: Pass, lw: LayerWeights) -> Buffer:
     """Attention's mixes from the streams as they are, then its normed input A [R, D]."""
-    c = p.config
-    pre = p.temp("attn_pre", p.R, c.hc_mult, dtype="f32")
-    post, comb = _mix(p, "attn")
-    mixes(p.device, p.ws, lw.hyper_attn, p.x, pre, post, comb, p.R)
-    y = p.temp("block_in", p.R, c.hidden_size)
-    collapse_norm(p.device, y, p.x, p.pre, lw.attn_norm, p.R, c.rms_norm_eps)
-    return y
+    _attention_mixes(p, lw)
+    return _block_input(p, p.pre, lw.attn_norm)
 
 
 def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
@@ -206,8 +218,9 @@ def _queries(p: Pass, lw: LayerWeights, y: Buffer) -> tuple[Buffer, Buffer]:
     return q, qr
 
 
-def attend(p: Pass, lw: LayerWeights, y: Buffer, *, publishing: bool = False) -> None:
-    """Attention of the rows and its way back into the streams (model-text 5.4); `publishing`: publish them too.
+def attend(p: Pass, lw: LayerWeights, y: Buffer, *, whole: bool = False) -> None:
+    """Attention of the rows and its way back into the streams (model-text 5.4). `whole`: with the mixes and the rows'
+    publishing; else these are done already.
 
     The streams as they enter it, after the engram, are the draft head's tap (dspark 3): here, and not in `run_layer`,
     because a bounded replay enters its split layer here.
@@ -218,9 +231,11 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer, *, publishing: bool = False) ->
     H, K = c.num_attention_heads, c.head_dim
 
     def keys() -> None:
-        if publishing:
+        if whole:
             publish(p, lw, y)
         _window_rows(p, lw, y)
+        if whole:
+            _attention_mixes(p, lw)
 
     with p.beside(keys):
         q, qr = _queries(p, lw, y)
@@ -252,10 +267,8 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
     """Router, chosen experts and the shared one; attention's own `pre` collapses the input (model-text 5, 7)."""
     c, dev, R, fam = p.config, p.device, p.R, p.family
     F, k = c.moe_intermediate_size, c.num_experts_per_tok
+    z = _block_input(p, _attn_pre(p), lw.ffn_norm)
     post, comb = _mix(p, "ffn")
-    mixes(dev, p.ws, lw.hyper_ffn, p.x, p.pre, post, comb, R)
-    z = p.temp("block_in", R, c.hidden_size)
-    collapse_norm(dev, z, p.x, p.temp("attn_pre", R, c.hc_mult, dtype="f32"), lw.ffn_norm, R, c.rms_norm_eps)
     shared = p.temp("shared_out", R, c.hidden_size)
 
     def shared_expert() -> None:
@@ -264,6 +277,7 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
         linear(dev, p.ws, fam, lw.shared_up, up, z, R)
         swiglu(dev, h, gate, up, R, F, c.swiglu_limit)
         linear(dev, p.ws, fam, lw.shared_down, shared, h, R)
+        mixes(dev, p.ws, lw.hyper_ffn, p.x, p.pre, post, comb, R)
 
     with p.beside(shared_expert):
         logits = p.temp("router_logits", R, c.n_routed_experts, dtype="f32")
@@ -281,7 +295,7 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
 def run_layer(p: Pass, lw: LayerWeights) -> None:
     """One whole layer for every row of the pass."""
     apply_engram(p, lw)
-    attend(p, lw, attention_input(p, lw), publishing=True)
+    attend(p, lw, _block_input(p, p.pre, lw.attn_norm), whole=True)
     feed_forward(p, lw)
 
 

@@ -3,8 +3,8 @@
 Order and words are model-text section 5. A `Pass` is one call's rows: where they stand, which kernel family runs
 them, and the buffers that live from layer to layer. Temporaries come from the workspace by name and are gone after
 the layer. In a step two branches of a layer run beside the rest of it (`Pass.beside`): keys and values beside the
-queries, the shared expert beside the routed ones; each takes its site's mixes along, which nobody wants before the way
-back into the streams. Neither side writes a buffer that the other names.
+queries, the shared expert beside the routed ones; each takes its site's mixes along, which nobody wants before the
+way back into the streams. Neither side writes a buffer that the other names.
 
 Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index
 logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.

@@ -74,6 +74,7 @@ class Session:
         self.tokens: list[int] = []
         self._prompt = 0
         self.last = Drawn(-1, 0.0)
+        self._read_before = self._read()
 
     @property
     def last_logprob(self) -> float:
@@ -97,7 +98,7 @@ class Session:
 
     def report(self) -> dict[str, object]:
         """The same for people (RoundCounts.report), graphs captured, stored weight bytes that decode read for a token
-        drawn in rounds, and what became of reads of n-gram rows (the feed's, since the engine was opened).
+        drawn in rounds, and n-gram rows that were read meanwhile, by whichever sequence.
         """
         captures = self._step.counts.captures + (self._drafter.captures if self._drafter is not None else 0)
         drawn = self._rounds.counts.tokens
@@ -105,12 +106,13 @@ class Session:
         if drawn:
             out["weight_bytes_per_token"] = round(weight_bytes(self.lane) / drawn)
         if self._step.feed.stores:
-            stats = [store.stats for store in self._step.feed.stores]
-            out["engram"] = {
-                "reads": sum(s.reads for s in stats), "bytes": sum(s.bytes for s in stats),
-                **vars(self._step.feed.counts),
-            }  # fmt: skip
+            out["engram"] = {name: n - self._read_before[name] for name, n in self._read().items()}
         return out
+
+    def _read(self) -> dict[str, int]:
+        feed = self._step.feed
+        stats = [store.stats for store in feed.stores]
+        return {"reads": sum(s.reads for s in stats), "bytes": sum(s.bytes for s in stats), **vars(feed.counts)}
 
     def _check(self, tokens: Sequence[int], most: int) -> None:
         if len(tokens) == 0:

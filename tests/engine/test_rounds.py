@@ -11,6 +11,7 @@ import pytest
 from ds4.device import Buffer, Device
 from ds4.engine import Engine, Sampling
 from ds4.engine.choose import Chooser
+from ds4.engine.sampling import Penalties
 from ds4.engine.scheduler import FixedDrafts
 from ds4.errors import DeviceError, RequestError, UsageError
 from tests.conftest import opened
@@ -248,7 +249,12 @@ def test_check_build_sees_nothing_wrong(bases: Callable[[str], Path]) -> None:
         bases("oracle-a"), engram_dir=DATA / "oracle-a", device=opened("check", "greedy"), dspark=True
     )
     ids = text("oracle-a", 9)
-    for sampling in (GREEDY, Sampling(1.0, seed=1), Sampling(1.0, seed=1, seeded=False)):
+    harsh = Penalties(presence=0.5, repetition=1.2, logit_bias=((3, 1.0),))
+    for sampling in (
+        GREEDY, Sampling(1.0, seed=1), Sampling(1.0, seed=1, seeded=False),
+        Sampling(penalties=harsh, top=3), Sampling(1.0, seed=1, seeded=False, penalties=harsh, top=20),
+    ):  # fmt: skip
         session = engine.session(fixed(3))
         answer(session, ids, 9, sampling)
         assert session.rounds.verified[3] >= 1
+        answer(engine.session(fixed(0)), ids, 6, sampling)

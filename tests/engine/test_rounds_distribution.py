@@ -27,7 +27,7 @@ OF_A_TEXT = 200
 
 
 def p_value(engine: Engine, policy: Policy, draws: int, *, honest: bool = True) -> tuple[float, float]:
-    """Of the chi-square statistic over the bins, 0 for a token that is never said; and the share of rounds whose first
+    """Of the chi-square statistic over the bins, 0 for a token never said; and the share of rounds whose first
     draft stood. `honest`: the log-probabilities told are those of the tokens.
     """
     ids, seen, expected = prompt("oracle-a", 9), np.zeros(5), np.zeros(5)

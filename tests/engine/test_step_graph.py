@@ -246,3 +246,5 @@ def test_weight_bytes_are_those_of_the_picked_experts(
             assert touched[lw.layer] == picked[lw.layer] and (k > 0) == (touched[lw.layer] > 0)
         report = session.report()
         assert isinstance(report["weight_bytes_per_token"], int)
+        engram = report["engram"]
+        assert isinstance(engram, dict) and engram["found"] > 0 and engram["reads"] > 0 and engram["late"] == 0

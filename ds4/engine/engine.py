@@ -17,7 +17,7 @@ from ds4.engine.draft_weights import DraftWeights, draft_bytes, place_draft
 from ds4.engine.lane import Lane, SessionOptions
 from ds4.engine.layer import Numerics
 from ds4.engine.ngrams import NgramFeed
-from ds4.engine.scheduler import DraftPolicy, FixedDrafts, Scheduler
+from ds4.engine.scheduler import DraftLedger, DraftPolicy, FixedDrafts, Scheduler
 from ds4.engine.scratch import Workspace
 from ds4.engine.session import PLAIN, Session
 from ds4.engine.slots import MAX_ROWS
@@ -55,6 +55,7 @@ class Engine:
     block: int = 0
     draft_k: int | None = None
     _idle: list[Lane] = field(default_factory=list)
+    _ledger: DraftLedger = field(default_factory=DraftLedger)  # of the sessions that schedule their drafts
 
     @property
     def config(self) -> ModelConfig:
@@ -154,7 +155,7 @@ class Engine:
     def _policy(self) -> DraftPolicy:
         if self.draft is None:
             return PLAIN()
-        return Scheduler() if self.draft_k is None else FixedDrafts(self.draft_k)
+        return Scheduler(ledger=self._ledger) if self.draft_k is None else FixedDrafts(self.draft_k)
 
     def close(self) -> None:
         """Close the n-gram shards; device memory goes with the object."""

@@ -12,7 +12,7 @@ from ds4.device import Buffer, Device
 from ds4.engine import Engine, Sampling
 from ds4.engine.choose import Chooser
 from ds4.engine.sampling import Penalties
-from ds4.engine.scheduler import FixedDrafts
+from ds4.engine.scheduler import FixedDrafts, Scheduler
 from ds4.errors import DeviceError, RequestError, UsageError
 from tests.conftest import opened
 from tests.engine.conftest import DATA
@@ -242,6 +242,17 @@ def test_options_of_the_engine(engines: Callable[..., Engine]) -> None:
         assert not any(session.rounds.verified[engine.block + 1 :])
         if k is not None:
             assert session.rounds.verified[k] >= 1
+
+
+def test_what_drafting_lost_outlives_a_request(engines: Callable[..., Engine]) -> None:
+    engine = engines("oracle-a", dspark=True)
+    first, second = engine.session(), engine.session()
+    assert isinstance(first.policy, Scheduler) and isinstance(second.policy, Scheduler)
+    assert first.policy is not second.policy and first.policy._ledger is second.policy._ledger
+    policy = first.policy
+    first.sync(text("oracle-a", 9))
+    assert isinstance(first.policy, Scheduler) and first.policy is not policy
+    assert first.policy._ledger is policy._ledger
 
 
 def test_check_build_sees_nothing_wrong(bases: Callable[[str], Path]) -> None:

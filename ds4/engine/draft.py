@@ -211,17 +211,21 @@ class Drafter:
         """
         p, c, dev, ws, B = self._pass, self.config, self.device, self.ws, self.B
         H, K, layout = c.num_attention_heads, c.head_dim, self.state.layout
-        qa, qr = p.temp("q_a", B, c.q_lora_rank), p.temp("q_r", B, c.q_lora_rank)
-        linear(dev, ws, "step", lw.q_a, qa, y, B)
-        rms_norm(dev, qr, qa, lw.q_a_norm, B, c.q_lora_rank, c.rms_norm_eps)
         queries = p.temp("q", B + 1, H, K)  # draft_attention wants a row before the block's
         q = queries.view(queries.nbytes // (B + 1), (B, H, K))
-        linear(dev, ws, "step", lw.q_b, q, qr, B)
-        rope_query(dev, q, p.pos, lw.freq, B)
-        kv = p.temp("kv", B, K)
-        linear(dev, ws, "step", lw.kv, kv, y, B)
         chunk = ws.get("window_chunk", layout.window_shape(B + 1), layout.dtype)
-        window_kv(dev, chunk, kv, lw.kv_norm, p.pos, lw.freq, B, c.rms_norm_eps)
+
+        def keys() -> None:
+            kv = p.temp("kv", B, K)
+            linear(dev, ws, "step", lw.kv, kv, y, B)
+            window_kv(dev, chunk, kv, lw.kv_norm, p.pos, lw.freq, B, c.rms_norm_eps)
+
+        with p.beside(keys):
+            qa, qr = p.temp("q_a", B, c.q_lora_rank), p.temp("q_r", B, c.q_lora_rank)
+            linear(dev, ws, "step", lw.q_a, qa, y, B)
+            rms_norm(dev, qr, qa, lw.q_a_norm, B, c.q_lora_rank, c.rms_norm_eps)
+            linear(dev, ws, "step", lw.q_b, q, qr, B)
+            rope_query(dev, q, p.pos, lw.freq, B)
         out = p.temp("attn_out", B, H, K)
         draft_attention(
             dev, ws, out, queries, ring, chunk, lw.sinks, p.pos, self._ends, lw.freq, self.state.first_slot, B,

@@ -357,6 +357,9 @@ def main() -> int:
     parser.add_argument("--no-count", action="store_true", help="do not count bytes on the CPU driver")
     parser.add_argument("--profile", action="store_true", help="time by kernel, each launch waited for")
     parser.add_argument("--reach", type=float, metavar="R", help="exit 1 if decode is under R tokens/s")
+    parser.add_argument(
+        "--least-graph", type=float, metavar="R", help="exit 1 if graphs are under R of direct launches"
+    )
     args = parser.parse_args()
     try:
         if args.tokens < 1 or args.runs < 1:
@@ -375,7 +378,9 @@ def main() -> int:
         return 1
     print(json.dumps(out))
     slowest = min(plain_of(p)["median"] for p in out["frontiers"])
-    return 1 if args.reach and slowest < args.reach else 0
+    too_slow = args.reach is not None and slowest < args.reach
+    graphs = [p["graph_ratio"] for p in out["frontiers"] if "graph_ratio" in p]
+    return int(too_slow or (args.least_graph is not None and min(graphs, default=0.0) < args.least_graph))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ def base() -> list[str]:
 
 
 def test_tokens(base: list[str]) -> None:
-    code, out, text = run("tokens.py", *base, "--frontiers", "5,9", "--tokens", "2", "--runs", "1", "--profile")
-    assert code == 0, text
+    code, out, text = run(
+        "tokens.py", *base, "--frontiers", "5,9", "--tokens", "2", "--runs", "1", "--profile", "--least-graph", "1e9"
+    )
+    assert code == 1, text  # the only reach that was asked for, and no graph is as fast
     assert [p["context"] for p in out["frontiers"]] == [5, 9]
     for point in out["frontiers"]:
         for what in ("prefill", "decode", "decode_direct", "decode_drafts"):
@@ -48,8 +50,9 @@ def test_tokens(base: list[str]) -> None:
 
 def test_tokens_of_plain_decode_alone(base: list[str]) -> None:
     few = ("--frontiers", "5", "--tokens", "2", "--runs", "1", "--no-dspark", "--no-graph", "--no-count")
-    code, out, text = run("tokens.py", *base, *few)
+    code, out, text = run("tokens.py", *base, *few, "--reach", "0.001")
     assert code == 0, text
+    assert run("tokens.py", *base, *few, "--reach", "1e9")[0] == 1
     assert "decode_drafts" not in out["frontiers"][0] and "decode" not in out["frontiers"][0]
     assert "| 5 | drafts | not measured |" in text
 
@@ -63,7 +66,7 @@ def test_tokens_says_what_is_wrong(base: list[str]) -> None:
 
 def test_drafts(base: list[str]) -> None:
     """oracle-a's draft head is right by chance only: what is the same is the tokens."""
-    code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "6", "--runs", "1", "--count", "4")
+    code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "6", "--runs", "1", "--count", "6")
     assert code == 0 and out["different"] == 0, text
     fixed, rest = ["k 1", "k 2", "k 3", "k 4"], ["plain", "k 4", "scheduler"]
     assert [a["policy"] for a in out["answers"]] == ["plain", *fixed, "scheduler", "by bytes", *rest, *rest]

@@ -1,1 +1,1 @@
-"""Rulers: what judges an engine against the original. Nothing is here yet."""
+"""Rulers: what judges an engine against the original. They know engines and teachers, and no solver."""

@@ -14,6 +14,7 @@ import numpy as np
 from ds4.device import Buffer
 from ds4.engine.lane import Lane
 from ds4.engine.ops.experts import ExpertWeights
+from ds4.engine.ops.linear import Weight
 from ds4.engine.weights import LayerWeights
 
 
@@ -47,7 +48,7 @@ def _experts(lw: LayerWeights, picked: int, passes: int) -> int:
 
 def _dense(part: object) -> int:
     """Bytes of all buffers of a part of the weights but its experts."""
-    if isinstance(part, Buffer):
+    if isinstance(part, Buffer | Weight):  # a weight's scales may be its codes
         return part.nbytes
     if is_dataclass(part) and not isinstance(part, ExpertWeights):
         return sum(_dense(getattr(part, f.name)) for f in fields(part))

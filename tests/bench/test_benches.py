@@ -79,7 +79,7 @@ def test_drafts(base: list[str]) -> None:
         assert c["weights"] < c["memory"] < c["asked"]
         # the session's own figure leaves out an embedding row, and counts what an f32 vector takes once a pass
         told = by_policy[f"k {c['k']}" if c["k"] else "plain"]["weight_bytes_per_token"]
-        assert 0.9 < told / c["weights"] < 1.1, (c, told)
+        assert 0.99 < told / c["weights"] < 1.01, (c, told)
 
 
 def test_distance(base: list[str], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Scores:
             FileFormatError: unreadable, cut short, or not such a file; names file and array.
         """
         arrays = load_arrays(path, ARRAYS, mapped="logits")
-        text, meta = text_of(arrays, path), Meta.from_json(_meta_text(arrays, path), str(path))
+        text, meta = text_of(arrays, path), Meta.from_json(meta_text(arrays, path), str(path))
         logits = arrays["logits"]
         if logits.dtype != np.float32 or logits.ndim != 2 or len(logits) != len(text):
             got = f"{logits.dtype} {list(logits.shape)}"
@@ -201,7 +201,8 @@ def text_of(arrays: dict[str, NDArray[Any]], path: str | Path) -> Text:
         raise FileFormatError(f"{path}: {e}") from e
 
 
-def _meta_text(arrays: dict[str, NDArray[Any]], path: str | Path) -> str:
+def meta_text(arrays: dict[str, NDArray[Any]], path: str | Path) -> str:
+    """The JSON in a file's `meta`; FileFormatError starts with the path."""
     try:
         return arrays["meta"].tobytes().decode()
     except UnicodeDecodeError as e:

@@ -193,6 +193,13 @@ MUTANTS: tuple[Mutant, ...] = (
         EXPERTS + "test_plan",
     ),
     Mutant(
+        "experts-plan-forgets-the-passes-before",
+        "experts_plan.cu",
+        "total[0] += (u32)n",
+        "total[0] = (u32)n",
+        EXPERTS + "test_plan",
+    ),
+    Mutant(
         "experts-prefill-barrier-after-the-reads-removed",
         "experts_prefill.cu",
         "sync_block();  // the next tile's weights overwrite these",
@@ -206,6 +213,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "    grid_release();\n    grid_wait();\n",
         EXPERTS + "test_one_row",
         at=0,
+    ),
+    # -- accept.cu
+    Mutant(
+        "accept-next-positions-stand-still",
+        "accept.cu",
+        "next_pos[lane] = at + lane",
+        "next_pos[lane] = at",
+        ACCEPT + "test_the_next_pass_finds_its_ids_and_positions",
     ),
     # -- linear_step.cu
     Mutant(

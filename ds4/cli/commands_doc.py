@@ -40,9 +40,20 @@ def render() -> str:
     (commands,) = (a for a in tables._group_actions if isinstance(a, argparse._SubParsersAction))
     parts = [HEAD]
     parts += [_section(f"bash {install.build_parser().prog}", install.build_parser())]
-    parts += [_section(f"ds4 {name}", commands.choices[name]) for name in COMMANDS]
+    for name in COMMANDS:
+        parts += _sections(f"ds4 {name}", commands.choices[name])
     parts += [_section("ds4-server", serve.build_parser())]
     return "\n".join(parts)
+
+
+def _sections(title: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A command's section; of a command that has commands of its own, theirs."""
+    own = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not own:
+        yield _section(title, parser)
+    for action in own:
+        for name, below in action.choices.items():
+            yield from _sections(f"{title} {name}", below)
 
 
 def _section(title: str, parser: argparse.ArgumentParser) -> str:

@@ -25,6 +25,7 @@ COMMANDS = {
     "score": "ds4.cli.score",
     "teacher": "ds4.cli.teacher",
     "diff": "ds4.cli.diff",
+    "corpus": "ds4.cli.corpus",
 }
 
 

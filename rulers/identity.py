@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 
+from ds4.errors import FileFormatError
 from ds4.teacher.source import Source
 
 _SHAPE = (
@@ -28,3 +30,26 @@ def model_fingerprint(source: Source) -> str:
     for name in names:
         h.update(np.ascontiguousarray(source.dense(name), "<f4").tobytes())
     return h.hexdigest()[:16]
+
+
+_BLOCK, _N_BLOCKS = 4096, 256
+
+
+def file_mark(path: str | Path) -> str:
+    """Eight hex digits that tell a file from others of its kind: of its size and 256 blocks of 4 KB spread over it.
+
+    Hashing all of a base of 113 GB would take longer than many a ruler; two quantizations differ all over.
+
+    Raises:
+        FileFormatError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as f:
+            size = f.seek(0, 2)
+            h = hashlib.sha256(str(size).encode())
+            for i in range(_N_BLOCKS):
+                f.seek(i * max(0, size - _BLOCK) // (_N_BLOCKS - 1))
+                h.update(f.read(_BLOCK))
+    except OSError as e:
+        raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
+    return h.hexdigest()[:8]

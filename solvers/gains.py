@@ -1,0 +1,240 @@
+"""Gains of a layer's experts: one factor an expert and output channel, chosen against the original's block output.
+
+    minimise  sum_i | sum_k s_{e_ik} * y_ik + ysh_i - y_i^orig |^2  +  lambda sum_d dbar_d sum_e (s_e[d] - m[d])^2
+    dbar_d = mean over all experts of sum_i y_ie[d]^2                 m = 1 in the recipe
+
+by Gauss-Seidel over experts with every accepted value on the lattice that files hold (lattice.py). dbar and not an
+expert's own energy: then lambda means so many average experts' worth of doubt, and an expert seen twice stays near 1.
+lambda is chosen on held-out rows alone, and nothing is mounted that does not lower their error by half a percent.
+
+`RECIPE` is the published procedure; `BEST` is what measured better (docs/solver.md). Work is cut into slices of 256
+channels whose shapes depend on nothing else, so the bytes do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds4.base.codebook import Workers
+from ds4.errors import Ds4Error, UsageError
+from ds4.sidecar.files import decode_gains, encode_gains
+from solvers.rows import BlockRows, Slice, Slots, read_slice
+from solvers.sweeps import keep, residual_of, squares, sweep, to_cheapest, to_nearest
+
+Float = NDArray[Any]
+F32 = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+Progress = Callable[[int, int], None]  # slices done, slices in all
+
+CHANNELS = 256  # of a slice: fewer cost Python's time, more leave the cache
+FEWEST = 8  # fitted rows below which an expert's gains stay exactly 1
+LEAST_GAIN = 0.005  # share of held-out error that must go for gains to be mounted
+DECADES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How gains are sought.
+
+    lambdas: candidates.
+    free_sweeps: sweeps without the lattice, first; they stop early once nothing moves by 1e-4.
+    lattice_sweeps: sweeps on the lattice, rounding fed back; they stop early once nothing moves. With none, what the
+        free sweeps found is rounded once at the end: what the others are compared with.
+    scale: how a block's power of two is chosen: `nearest` as the writer does, `cheapest` by cost.
+    ridge: `mean` scales it by dbar, `own` by each expert's own energy (a guard's other side; not for use).
+    common: m is the gain that serves all experts of the channel best, not 1.
+    refit: once lambda is chosen, held-out rows are fitted too, with the ridge in the same proportion to a row.
+    busiest_first: experts with most rows first, not by number.
+    """
+
+    lambdas: tuple[float, ...] = DECADES
+    free_sweeps: int = 0
+    lattice_sweeps: int = 3
+    scale: Literal["nearest", "cheapest"] = "nearest"
+    ridge: Literal["mean", "own"] = "mean"
+    common: bool = False
+    refit: bool = False
+    busiest_first: bool = False
+
+
+RECIPE = Rule()
+BEST = Rule(free_sweeps=3, scale="cheapest")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One lambda: squared errors over squared errors with gains of 1, fitted rows and held-out rows."""
+
+    lam: float
+    fitted: float
+    held_out: float
+
+
+@dataclass(frozen=True)
+class GainSolution:
+    """A layer's gains and what their choice rests on."""
+
+    s_ED: F32  # on the file's lattice; of the best lambda also where not mounted
+    lam: float
+    candidates: tuple[Candidate, ...]
+    held_out_before: float  # sum of squared errors over held-out rows, gains of 1
+    held_out_after: float  # before any refit
+    n_fitted: int
+    n_held_out: int
+    n_untouched: int  # experts with too few fitted rows
+
+    @property
+    def held_out_gain(self) -> float:
+        """Share of the held-out squared error that the gains take away."""
+        return 1 - self.held_out_after / self.held_out_before if self.held_out_before else 0.0
+
+    @property
+    def mounted(self) -> bool:
+        return self.held_out_gain > LEAST_GAIN
+
+
+def solve_gains(
+    rows: BlockRows,
+    held_out_T: Mask,
+    rule: Rule = RECIPE,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
+) -> GainSolution:
+    """The gains of one layer.
+
+    Args:
+        rows: the layer's rows, as captured with the layers before mounted.
+        held_out_T: bool [T], windows.held_out.
+        workers: threads; a single one without.
+        progress: told about slices of channels.
+
+    Raises:
+        UsageError: no rows to fit or to choose on, or a value is not finite.
+        Ds4Error: what the writer makes of the gains is not what was solved (a mistake of ours).
+    """
+    n = len(rows.y_TKD)
+    if held_out_T.shape != (n,) or held_out_T.dtype != np.bool_:
+        raise UsageError(f"held-out mask: {held_out_T.dtype} {list(held_out_T.shape)}; expected bool [{n}]")
+    if held_out_T.all() or not held_out_T.any():
+        raise UsageError(f"{int(held_out_T.sum())} of {n} rows are held out; some must be, and some must not")
+    workers = workers or Workers(1)
+    fitted, held = Slots.of(rows, ~held_out_T), Slots.of(rows, held_out_T)
+    n_slices = -(-rows.width // CHANNELS) * (1 + rule.refit)
+    done: list[int] = []
+
+    def note() -> None:
+        done.append(1)
+        if progress is not None:
+            progress(len(done), n_slices)
+
+    def search(channels: slice) -> tuple[Float, NDArray[np.float64]]:
+        found = _search(rows, fitted, held, channels, rule)
+        note()
+        return found
+
+    parts = workers.map(search, rows.width, CHANNELS)
+    errors = np.sum([e for _, e in parts], axis=0)  # [1 + lambdas, (fitted, held-out)], summed in order of channels
+    best = int(np.argmin(errors[1:, 1]))  # the smallest lambda of equals
+    lam = rule.lambdas[best]
+    if rule.refit:
+        everything = Slots.of(rows, np.ones(n, np.bool_))
+        scaled = lam * len(fitted.rows_T) / n
+
+        def again(channels: slice) -> Float:
+            found = _solve(read_slice(rows, everything, channels), scaled, rule)[0]
+            note()
+            return found
+
+        delta_ED = np.concatenate(workers.map(again, rows.width, CHANNELS), axis=1)
+    else:
+        delta_ED = np.concatenate([d[best] for d, _ in parts], axis=1)
+    before = np.where(errors[0] > 0, errors[0], 1.0)
+    return GainSolution(
+        s_ED=_as_written(delta_ED),
+        lam=lam,
+        candidates=tuple(
+            Candidate(candidate, float(e[0] / before[0]), float(e[1] / before[1]))
+            for candidate, e in zip(rule.lambdas, errors[1:], strict=True)
+        ),
+        held_out_before=float(errors[0, 1]),
+        held_out_after=float(errors[1 + best, 1]),
+        n_fitted=len(fitted.rows_T),
+        n_held_out=len(held.rows_T),
+        n_untouched=int((fitted.counts_E < FEWEST).sum()),
+    )
+
+
+def ridge_of(part: Slice, lam: float, rule: Rule) -> Float:
+    """rho, [E, C]: lambda dbar, dbar the mean over all experts, also those that no row picks."""
+    energy_EC = part.energy_EC
+    kind = energy_EC.dtype.type
+    if rule.ridge == "own":
+        return np.asarray(energy_EC * kind(lam))
+    dbar_C = energy_EC.mean(axis=0, dtype=np.float64) * lam
+    return np.broadcast_to(dbar_C.astype(kind), energy_EC.shape)
+
+
+def pull_of(part: Slice, rule: Rule) -> Float:
+    """m - 1, [C]: the one delta of all experts that leaves least of the residual; 0 without `common`."""
+    out = np.zeros(part.energy_EC.shape[1], part.energy_EC.dtype)
+    if rule.common:
+        total_TC = np.zeros_like(part.residual_TC)
+        np.add.at(total_TC, part.slots.row_S, part.u_SC)
+        n = np.einsum("tc,tc->c", total_TC, total_TC, dtype=np.float64)
+        along = np.einsum("tc,tc->c", total_TC, part.residual_TC, dtype=np.float64)
+        out[:] = np.divide(along, n, out=np.zeros_like(along), where=n > 0)
+    return out
+
+
+def order_of(slots: Slots, rule: Rule) -> Sequence[int]:
+    """Experts in the order of a sweep, without those that have too few rows."""
+    counts_E = slots.counts_E
+    order = np.argsort(-counts_E, kind="stable") if rule.busiest_first else np.arange(len(counts_E))
+    return [int(e) for e in order if counts_E[e] >= FEWEST]
+
+
+def _solve(part: Slice, lam: float, rule: Rule) -> tuple[Float, Float]:
+    """delta [E, C] of one lambda, and the residual it leaves on the rows that it was fitted on."""
+    delta_EC, residual_TC = np.zeros_like(part.energy_EC), part.residual_TC.copy()
+    ridge_EC, pull_C, order = ridge_of(part, lam, rule), pull_of(part, rule), order_of(part.slots, rule)
+    for _ in range(rule.free_sweeps):
+        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_C, order, keep) < 1e-4:
+            break
+    project = to_cheapest if rule.scale == "cheapest" else to_nearest
+    for _ in range(rule.lattice_sweeps):
+        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_C, order, project) == 0:
+            break
+    if not rule.lattice_sweeps:
+        weight_EC = part.energy_EC + ridge_EC
+        delta_EC = project(delta_EC, weight_EC)
+        residual_TC = residual_of(part, delta_EC)
+    return delta_EC, residual_TC
+
+
+def _search(
+    rows: BlockRows, fitted: Slots, held: Slots, channels: slice, rule: Rule
+) -> tuple[Float, NDArray[np.float64]]:
+    """Every lambda on a slice: deltas [lambdas, E, C]; squared errors [1 + lambdas, 2], gains of 1 first."""
+    part, unseen = read_slice(rows, fitted, channels), read_slice(rows, held, channels)
+    errors = [(squares(part.residual_TC).sum(), squares(unseen.residual_TC).sum())]
+    deltas = []
+    for lam in rule.lambdas:
+        delta_EC, left_TC = _solve(part, lam, rule)
+        errors.append((squares(left_TC).sum(), squares(residual_of(unseen, delta_EC)).sum()))
+        deltas.append(delta_EC)
+    return np.stack(deltas), np.array(errors)
+
+
+def _as_written(delta_ED: Float) -> F32:
+    """s = 1 + delta as a reader of the file sees it."""
+    s_ED: F32 = np.float32(1) + delta_ED.astype(np.float32)
+    found = decode_gains(encode_gains(s_ED), s_ED.shape[0], s_ED.shape[1], "gains just solved")
+    if not np.array_equal(found, s_ED):
+        at = tuple(int(i) for i in np.argwhere(found != s_ED)[0])
+        raise Ds4Error(f"gain {at}: solved as {s_ED[at]!r}, a file gives {found[at]!r}; the solver left the lattice")
+    return s_ED

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
-def add_model_flags(p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False) -> None:
-    """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft."""
-    p.add_argument("-m", "--model", required=True, metavar="BASE", help="the base file (.gguf)")
+def add_model_flags(
+    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False
+) -> None:
+    """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft;
+    `embedded`: without -m it takes the embedded model's base.
+    """
+    which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
+    p.add_argument("-m", "--model", required=not embedded, metavar="BASE", help=which)
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
     p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")

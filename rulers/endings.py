@@ -13,12 +13,15 @@ Where the prompt opens a reasoning part, it is also told whether `</think>` clos
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from ds4.engine import Engine, Sampling
+from ds4.errors import FileFormatError
 from ds4.model.chat import other_turns, render
 from ds4.model.tokenizer import END_THINK
 from rulers.journal import Journal
@@ -76,6 +79,32 @@ class Endings:
             "prompts": len(self.answers), **shares, "thinking_closed": closed,
             "median_tokens": float(np.median(lengths)), "answers": [asdict(a) for a in self.answers],
         }  # fmt: skip
+
+
+def load_prompts(path: str | Path) -> list[str]:
+    """Questions of a JSONL file, {"prompt": text} a line.
+
+    Raises:
+        FileFormatError: unreadable, or a line without a prompt; names file and line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as e:
+        raise FileFormatError(f"{path}: cannot be read ({e})") from e
+    out = []
+    for n, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
+            raise FileFormatError(f"{path}: line {n} is no JSON object with a prompt") from e
+        if not isinstance(prompt, str) or not prompt:
+            raise FileFormatError(f"{path}: line {n}: prompt is {prompt!r}; expected text")
+        out.append(prompt)
+    if not out:
+        raise FileFormatError(f"{path}: holds no prompt")
+    return out
 
 
 def loop_period(ids: Sequence[int]) -> int:

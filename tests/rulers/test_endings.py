@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ds4 import embedded
+from ds4.errors import FileFormatError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import END_THINK, Tokenizer
-from rulers.endings import LOOK_EVERY, LOOP_TOKENS, MOST_PERIOD, Ending, Endings, endings, loop_period
+from rulers.endings import LOOK_EVERY, LOOP_TOKENS, MOST_PERIOD, Ending, Endings, endings, load_prompts, loop_period
 from rulers.journal import Journal
 from rulers.numbers import Mean
 
@@ -98,6 +99,19 @@ def test_thinking_that_closes_and_that_does_not(tmp_path: Path) -> None:
     got = run(engine, 2, tmp_path / "j", thinking=True)
     assert [a.closed for a in got.answers] == [True, False] and got.closed == Mean(0.5, 0.5)
     assert engine.prompts[0][-1] == made.tokenizer.special_id("<think>")
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": 3}\n')
+    assert load_prompts(path) == ["a", "b"]
+    for line, said in (("[]", "no JSON object"), ("{", "no JSON object"), ('{"prompt": 3}', "prompt is 3")):
+        path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+        with pytest.raises(FileFormatError, match=rf"p\.jsonl: line 2.*{said}"):
+            load_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(FileFormatError, match="holds no prompt"):
+        load_prompts(path)
 
 
 def test_an_interrupted_run_draws_nothing_twice(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@
  * ceil(cols / 256) of them; then, in the gate-up stream, the same octet of the other matrix; then the next octet:
  *   gate-up   u32 [E, F/8, 2, NB, 96], u8 [E, F/8, 2, NB, 32], f32 gains [E, F/8, 2, 8]
  *   down      u32 [E, D/8, NB, 96],    u8 [E, D/8, NB, 32],    f32 gains [E, D]
+ * A mounted sidecar's factors of the rows of down are as its file has them, codes and scales apart: u32 [E, D/8], an
+ * octet's eight E2M1 codes a word, the first row lowest, and ue8m0 u8 [E, D/32]; they say how far a factor is from 1.
  * Codebook: 4,096 or 8,192 codewords of eight E4M3 bytes, zeros after the file's last: no code can point outside.
  */
 #pragma once
@@ -43,6 +45,32 @@ DEV u32 code_of(const u32 (&w)[3], u32 high, int i) {
     u32 v = w[word] >> bit;
     if (bit > 20) v |= w[word < 2 ? word + 1 : 2] << (32 - bit);
     return (v & 4095u) | (high >> i & 1u) << 12;
+}
+
+/// Two mounted sidecars' factors of the rows of down, the domain's and post-training's; null where there is none.
+struct Factors {
+    gptr<const u32> domain;
+    gptr<const u8> domain_scale;
+    gptr<const u32> post;
+    gptr<const u8> post_scale;
+};
+
+/// Times one sidecar's factors 1 + code * scale of rows i .. i + N - 1 of an octet; the product is exact, fused or not.
+template <int N>
+DEV void times_factors(float (&g)[N], gptr<const u32> codes, gptr<const u8> scales, i64 octet, int i) {
+    const u32 code = gld_nc<u32>(codes, octet) >> 4 * i;
+    const float scale = ue8m0_to_f32(gld_nc<u8>(scales, octet / 4));
+#pragma unroll
+    for (int n = 0; n < N; n++) g[n] *= 1.0f + e2m1_to_f32(code >> 4 * n & 15u) * scale;
+}
+
+/// Both sidecars' factors of rows i .. i + N - 1, 1 where nothing is mounted.
+template <int N>
+DEV void factors_of(float (&g)[N], const Factors& f, i64 octet, int i) {
+#pragma unroll
+    for (int n = 0; n < N; n++) g[n] = 1.0f;
+    if (!(f.domain == nullptr)) times_factors(g, f.domain, f.domain_scale, octet, i);
+    if (!(f.post == nullptr)) times_factors(g, f.post, f.post_scale, octet, i);
 }
 
 /// Start the copy of the codebook to shared memory; every thread of the block calls, waits for its own and meets.

@@ -1,18 +1,19 @@
 /* experts_prefill.cu - the routed experts for many rows of bf16 activations, on tensor cores.
  *
  *   experts_gate_up_mma  h[p,f] = bf16(silu(min(g, limit)) * clamp(u, -limit, limit) * weight[p])
- *   experts_down_mma     y[p,d] = gain_d * sum_f C[code[d, f/8]][f%8] h[p,f]
+ *   experts_down_mma     y[p,d] = gain_d * factor_d * sum_f C[code[d, f/8]][f%8] h[p,f]
  *
  * Layout      as experts_step.cu; items and order of experts_plan, cap 64.
  * Launch      persistent: `blocks` blocks of 256, 8 n_codes + 27,648 bytes of shared memory. A tile is one item's
  *             slots by 64 rows of codes (gate-up: 32 of each matrix); tile t goes to block t % blocks. F, D multiples
  *             of 8. f32 activations take experts_step's *_rows kernels instead, with items of up to 8 slots.
  * Arithmetic  codewords and activations are exact in bf16. A slice of 16 columns is one mma from zero, added in f32,
- *             slices in rising order; then the gain. A slot's bits depend on nothing but the slot.
+ *             slices in rising order; then the gain, with its factor as in experts_step.cu. A slot's bits depend on
+ *             nothing but the slot.
  * Traffic     for every item: each 12 bytes of three words twice (1.5 bytes a weight of a code, then the cache's),
  *             the plane four times; activations once a tile of 64 rows of codes; per tile and warp 12 bytes
- *             of the item, 32 of order, 512 in the epilogue (gains, order, weights); the codebook once a block. Writes
- *             h, y.
+ *             of the item, 32 of order, 512 in the epilogue (gains, order, weights) and in down 40 of each mounted
+ *             sidecar; the codebook once a block. Writes h, y.
  * Why so      rows are sorted by expert so that an expert's bits are decoded once for up to 64 of them. The block
  *             keeps the codebook while it walks from tile to tile; the next tile's words travel during the products.
  */
@@ -156,8 +157,10 @@ EXPORT(experts_gate_up_mma)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     experts_down_mma(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane,
-                     gptr<const float> gains, gptr<const bf16> h, gptr<const i32> order, gptr<const i32> items,
-                     gptr<const i32> n_items, int F, int D, int n_codes) {
+                     gptr<const float> gains, gptr<const u32> domain, gptr<const u8> domain_scale,
+                     gptr<const u32> post, gptr<const u8> post_scale, gptr<const bf16> h, gptr<const i32> order,
+                     gptr<const i32> items, gptr<const i32> n_items, int F, int D, int n_codes) {
+    const Factors factors{domain, domain_scale, post, post_scale};
     SMEM(Smem, sm);
     SMEM_DYN(u64, book, sizeof(Smem));
     stage_codebook<kThreads>(book, codebook, n_codes);
@@ -179,10 +182,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const int m = warp / 2 * 16 + half * 8 + lane / 4, i = lane % 4 * 2,
                           octet = octet0 + warp % 2 * 4 + j;
                 if (m >= count || octet >= octets) continue;
-                // a sidecar's factors of this expert and these channels would multiply the gains here
-                const float2 g = gld<float2>(gains, (expert * octets + octet) * 8 + i);
+                const i64 at = expert * octets + octet;
+                const float2 g = gld<float2>(gains, at * 8 + i);
+                float factor[2];
+                factors_of(factor, factors, at, i);
+                const float a = g.x * factor[0], b = g.y * factor[1];
                 gst<float2>(y, (i64)order[first + m] * D + octet * 8 + i,
-                            make_float2(acc[j][half * 2] * g.x, acc[j][half * 2 + 1] * g.y));
+                            make_float2(acc[j][half * 2] * a, acc[j][half * 2 + 1] * b));
             }
         }
     }

@@ -2,17 +2,19 @@
  *
  *   experts_gate_up  h[p,f] = silu(min(g, limit)) * clamp(u, -limit, limit) * weight[p]
  *                    g, u = gain_f * sum_d C[code[f, d/8]][d%8] x[p / k, d],   expert = picks[p]
- *   experts_down     y[p,d] = gain_d * sum_f C[code[d, f/8]][f%8] h[p,f]
+ *   experts_down     y[p,d] = gain_d * factor_d * sum_f C[code[d, f/8]][f%8] h[p,f]
  *
- * Layout      codes, plane, gains, codebook: codes.cuh. Slots p = r k + j. x: A [R, D]; h: A [R k, F];
+ * Layout      codes, plane, gains, codebook, factors: codes.cuh. Slots p = r k + j. x: A [R, D]; h: A [R k, F];
  *             y: f32 [R k, D]. *_one: R = 1, slot j is item j. *_rows: items and order of experts_plan, cap 8.
  * Launch      persistent: `blocks` blocks (one: 576 threads, rows: 256), 8 n_codes bytes of shared memory. A warp
  *             takes an octet of rows of one item; octet-and-item w goes to block w % blocks. F, D multiples of 8.
  * Arithmetic  f32. A lane sums its columns (256 b + 8 lane + 0..7 for rising b) into one accumulator a row of the
- *             matrix and of x, each a fused multiply-add; then lanes by xor-shuffle, then the gain. One rounding of h
- *             to A. A slot's bits depend on nothing but the slot: not on R, k, blocks, nor on who shares its expert.
+ *             matrix and of x, each a fused multiply-add; then lanes by xor-shuffle, then the gain, in down times
+ *             its factor first: gain * (domain * post). One rounding of h to A. A slot's bits depend on nothing but
+ *             the slot: not on R, k, blocks, nor on who shares its expert. A factor of 1 leaves all bits.
  * Traffic     reads, for every item, all codes (1.5 bytes each, 1.625 with the plane, whole blocks) and 4 bytes a
- *             row of gains; the codebook once a block; activations once an octet and slot; writes h, y.
+ *             row of gains; in down 5 bytes an octet (the scale's byte serves four) of each mounted sidecar; the
+ *             codebook once a block; activations once an octet and slot; writes h, y.
  * Why so      a codebook fits in shared memory, so an index costs 1.5 bytes of bandwidth and one gather; the fewer
  *             blocks, the fewer copies of the codebook: experts.py keeps them under a tenth of the codes. Work is cut
  *             by octets because 384-byte blocks then need no shuffle and each activation serves eight rows. Launched
@@ -144,8 +146,9 @@ DEV void gate_up(gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gpt
 
 template <int THREADS, int MAX, class A>
 DEV void down(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane,
-              gptr<const float> gains, gptr<const A> h, gptr<const i32> picks, gptr<const i32> order,
-              gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes) {
+              gptr<const float> gains, const Factors& factors, gptr<const A> h, gptr<const i32> picks,
+              gptr<const i32> order, gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D,
+              int n_codes) {
     SMEM_DYN(u64, book, 0);
     stage_codebook<THREADS>(book, codebook, n_codes);
     grid_wait();
@@ -162,8 +165,11 @@ DEV void down(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gp
         for (int r = 0; r < MAX; r++) slot[r] = slot_of<MAX>(work, order, r);
         float sum[1][MAX] = {};
         dot_octet<1, MAX, A>(sum, book, codes, plane, octet * n_blocks, F, h, slot, work.count, lane);
-        // a sidecar's factor of this expert and channel would multiply the gain here
-        const float gain = lane < 8 ? gains[octet * 8 + lane] : 0.0f;
+        float factor[1], gain = 0.0f;
+        if (lane < 8) {
+            factors_of(factor, factors, octet, lane);
+            gain = gains[octet * 8 + lane] * factor[0];
+        }
 #pragma unroll
         for (int r = 0; r < MAX; r++) {
             if (r >= work.count || lane >= 8) break;
@@ -172,21 +178,24 @@ DEV void down(gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gp
     }
 }
 
-#define STEP(suffix, THREADS, MAX, A)                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_gate_up_##suffix(                              \
-        gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane, gptr<const float> gains,  \
-        gptr<const A> x, gptr<const i32> picks, gptr<const float> weights, gptr<const i32> order,                   \
-        gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes, float limit) {            \
-        gate_up<THREADS, MAX, A>(h, codebook, codes, plane, gains, x, picks, weights, order, items, n_items, k, F,  \
-                                 D, n_codes, limit);                                                                \
-    }                                                                                                               \
-    EXPORT(experts_gate_up_##suffix)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_down_##suffix(                                 \
-        gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane,                       \
-        gptr<const float> gains, gptr<const A> h, gptr<const i32> picks, gptr<const i32> order,                     \
-        gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes) {                         \
-        down<THREADS, MAX, A>(y, codebook, codes, plane, gains, h, picks, order, items, n_items, k, F, D, n_codes); \
-    }                                                                                                               \
+#define STEP(suffix, THREADS, MAX, A)                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_gate_up_##suffix(                             \
+        gptr<A> h, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane, gptr<const float> gains, \
+        gptr<const A> x, gptr<const i32> picks, gptr<const float> weights, gptr<const i32> order,                  \
+        gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes, float limit) {           \
+        gate_up<THREADS, MAX, A>(h, codebook, codes, plane, gains, x, picks, weights, order, items, n_items, k, F, \
+                                 D, n_codes, limit);                                                               \
+    }                                                                                                              \
+    EXPORT(experts_gate_up_##suffix)                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_down_##suffix(                                \
+        gptr<float> y, gptr<const u64> codebook, gptr<const u32> codes, gptr<const u8> plane,                      \
+        gptr<const float> gains, gptr<const u32> domain, gptr<const u8> domain_scale, gptr<const u32> post,        \
+        gptr<const u8> post_scale, gptr<const A> h, gptr<const i32> picks, gptr<const i32> order,                  \
+        gptr<const i32> items, gptr<const i32> n_items, int k, int F, int D, int n_codes) {                        \
+        const Factors factors{domain, domain_scale, post, post_scale};                                             \
+        down<THREADS, MAX, A>(y, codebook, codes, plane, gains, factors, h, picks, order, items, n_items, k, F, D, \
+                              n_codes);                                                                            \
+    }                                                                                                              \
     EXPORT(experts_down_##suffix)
 
 STEP(bf16_one, 576, 1, bf16)

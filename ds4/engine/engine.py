@@ -16,6 +16,7 @@ from ds4.device import Device
 from ds4.engine.draft_weights import DraftWeights, draft_bytes, place_draft
 from ds4.engine.lane import Lane, SessionOptions
 from ds4.engine.layer import Numerics
+from ds4.engine.mount import Mounted, mount
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scheduler import DraftLedger, DraftPolicy, FixedDrafts, Scheduler
 from ds4.engine.scratch import Workspace
@@ -54,6 +55,7 @@ class Engine:
     draft: DraftWeights | None = None
     block: int = 0
     draft_k: int | None = None
+    mounted: Mounted | None = None
     _idle: list[Lane] = field(default_factory=list)
     _ledger: DraftLedger = field(default_factory=DraftLedger)  # of the sessions that schedule their drafts
 
@@ -81,6 +83,8 @@ class Engine:
         dspark_block: int | None = None,
         draft_k: int | None = None,
         draft: str = "drawn",
+        zchain: str | Path | None = None,
+        posttrain: str | Path | None = None,
         device: Device | None = None,
         mem_budget_mb: int | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -98,6 +102,8 @@ class Engine:
             dspark_block: drafts a round at most; None: as many as the model's block has.
             draft_k: drafts to verify in every round; None: a scheduler decides (scheduler.py).
             draft: without a seed, drafts are "drawn" from the draft head, or its likeliest tokens, "argmax".
+            zchain: folder of a domain's sidecar, posttrain: of a post-training directory (docs/format.md): factors
+                of the experts' gains, and the first one's router biases. Draft stages stay as they are.
             mem_budget_mb: refuse weights, and later a sequence's state, that together take more than this.
 
         Raises:
@@ -117,9 +123,13 @@ class Engine:
         if draft_k is not None and draft_k < 0:
             raise UsageError(f"draft_k is {draft_k}; it must be at least 0")
         base = Base.open(path, engram_dir)
+        mounted = None
+        if zchain is not None or posttrain is not None:
+            mounted = Mounted.open(base.config, zchain, posttrain)
         opened = device or Device.open()
         block = _block(base.config, dspark, dspark_block, draft_k)
-        left = _check_memory(base, mem_budget_mb, opened, draft_bytes(base) if block else 0)
+        extra = (draft_bytes(base) if block else 0) + (mounted.stack.nbytes if mounted else 0)
+        left = _check_memory(base, mem_budget_mb, opened, extra)
         tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
@@ -128,9 +138,11 @@ class Engine:
         feed = NgramFeed(base.config, _tables(base), stores)
         dev = opened.with_constants(kernel_constants(base.config))
         weights = place(base, dev, progress)
+        if mounted is not None:
+            weights = mount(weights, mounted, dev)
         options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
         head = place_draft(base, dev, weights) if block else None
-        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k)
+        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted)
 
     def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
         """A new, empty sequence; on the lane of one that is gone, if there is one.

@@ -283,7 +283,7 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
         logits = p.temp("router_logits", R, c.n_routed_experts, dtype="f32")
         linear(dev, p.ws, fam, lw.router, logits, z, R)
         chosen, weights = p.temp("experts_chosen", R, k, dtype="i32"), p.temp("expert_weights", R, k, dtype="f32")
-        route(dev, p.ws, logits, lw.router_bias, chosen, weights, R, c)
+        route(dev, p.ws, logits, lw.router_bias, chosen, weights, R, c, lw.router_delta)
         slots = p.temp("expert_out", R, k, c.hidden_size, dtype="f32")
         total = None if p.touched is None else p.touched.view(4 * lw.layer, (1,), "u32")
     experts(dev, p.ws, fam, lw.experts, slots, z, chosen, weights, R, total=total)

@@ -81,6 +81,7 @@ class LayerWeights:
     shared_up: Weight
     shared_down: Weight
     engram: EngramWeights | None
+    router_delta: Buffer | None = None  # a mounted sidecar's, f32 [E]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.errors import FileFormatError
-from ds4.sidecar.files import list_folder
+from ds4.sidecar.files import FINGERPRINT, list_folder, read_bytes
 
 SEED = 1469598103934665603
 PRIME = 1099511628211
-FILE = "base.fnv"
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
 
@@ -64,7 +63,7 @@ def sidecar_fingerprint(folder: str | Path | None, n_layers: int) -> tuple[int, 
     for layer in range(n_layers):
         for files in (found.gains, found.biases):
             if layer in files:
-                h = fnv1a(files[layer].read_bytes(), h)
+                h = fnv1a(read_bytes(files[layer]), h)
                 count += 1
     return h, count
 
@@ -82,7 +81,7 @@ def check_base(posttrain: str | Path, sidecar: str | Path | None, n_layers: int)
     Raises:
         FileFormatError: it says another ②, or says nothing that can be read.
     """
-    path = Path(posttrain) / FILE
+    path = Path(posttrain) / FINGERPRINT
     try:
         text = path.read_text(encoding="ascii")
     except FileNotFoundError:

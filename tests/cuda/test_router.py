@@ -18,12 +18,14 @@ ORDERS = ["rising", "falling", "greedy"]
 
 
 def run(
-    device: Device, u: F32, bias: F32, k: int, gate_temp: float = 1.0, scale: float = 1.5, norm: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+    device: Device, u: F32, bias: F32, k: int, gate_temp: float = 1.0, scale: float = 1.5, norm: bool = True,
+    delta: F32 | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     R = len(u)
     config: Any = SimpleNamespace(gate_temp=gate_temp, routed_scaling_factor=scale, norm_topk_prob=norm)
     picks, weights = device.empty((R, k), "i32"), device.empty((R, k), "f32")
-    route(device, Workspace(device), device.upload(u), device.upload(bias), picks, weights, R, config)
+    moved = None if delta is None else device.upload(delta)
+    route(device, Workspace(device), device.upload(u), device.upload(bias), picks, weights, R, config, moved)
     return device.download(picks), device.download(weights)
 
 
@@ -74,6 +76,35 @@ def test_the_bias_selects_and_does_not_weigh(device: Device) -> None:
     s = np.sqrt(np.log1p(np.exp([-1.0, 1.0])))
     assert picks.tolist() == [[3, 1]]
     assert_within(weights, np.array([s / s.sum()]), 40 * UNIT)
+
+
+@pytest.mark.parametrize("device", ORDERS, indirect=True)
+def test_a_mounted_bias_selects_and_does_not_weigh(device: Device) -> None:
+    """Its picks are those of the sum of both biases, the weights those of the unbiased scores of these picks."""
+    u, bias = case(4, 40, 1.0)
+    delta = np.random.default_rng(1).uniform(-0.5, 0.5, 40).astype(np.float32)
+    picks, weights = run(device, u, bias, 5, delta=delta)
+    total = bias.astype(np.float64) + delta
+    want, want_weights, scores = reference(u.astype(np.float64), total, 5, 1.0, 1.5, True)
+    near = np.sort(scores, axis=1)[:, ::-1]
+    assert (near[:, :5] - near[:, 1:6]).min() > 1e-5, "a case must not sit on a tie"
+    assert np.array_equal(picks, want)
+    assert_within(weights, want_weights, 60 * UNIT * want_weights)
+    assert not np.array_equal(picks, run(device, u, bias, 5)[0])
+
+
+def test_a_mounted_bias_of_zeros_leaves_every_bit(device: Device) -> None:
+    u, bias = case(6, 384, 2.0)
+    for got, want in zip(run(device, u, bias, 6, delta=np.zeros(384, np.float32)), run(device, u, bias, 6)):
+        assert np.array_equal(got, want)
+
+
+def test_a_mounted_bias_is_added_after_the_models_own(device: Device) -> None:
+    """(s + bias) + delta in float32: where the bias swallows the scores they tie, although the sum of both is 0."""
+    u = np.array([[0.0, 1.0, 2.0]], np.float32)
+    big = np.full(3, 2.0**30, np.float32)
+    assert run(device, u, big, 2, delta=-big)[0].tolist() == [[0, 1]]
+    assert run(device, u, np.zeros(3, np.float32), 2)[0].tolist() == [[2, 1]]
 
 
 def test_spec_scores(device: Device) -> None:

@@ -94,25 +94,32 @@ _PLANNED = ("order: i32[*]?", "items: i32[*]?", "n_items: i32[1]?")
 _SIZES = ("k: i32", "F: i32", "D: i32", "n_codes: i32")
 
 
-def _one_traffic(a: str, up: bool, k: int, F: int, D: int, n_codes: int, blocks: int) -> tuple[int, int]:
-    """Header's formula for one row: codes, gains, codebook and activations once an octet and slot."""
+_FACTORS = ("domain: u32[*]?", "domain_scale: u8[*]?", "post: u32[*]?", "post_scale: u8[*]?")
+_FACTOR_NAMES = ("domain", "domain_scale", "post", "post_scale")
+
+
+def _one_traffic(
+    a: str, up: bool, k: int, F: int, D: int, n_codes: int, blocks: int, mounted: int = 0
+) -> tuple[int, int]:
+    """Header's formula for one row: codes, gains, codebook and activations once an octet and slot. mounted: sidecars
+    whose factors down reads, a word of codes and a scale an octet."""
     book = blocks * 8 * n_codes
     if up:
         octets = k * F // 8
         per_octet = 2 * code_bytes(8, D, n_codes) + 64 + D * ITEM[a] + 4 + 4  # pick and routing weight
         return book + octets * per_octet, k * F * ITEM[a]
     octets = k * D // 8
-    return book + octets * (code_bytes(8, F, n_codes) + 32 + F * ITEM[a] + 4), k * D * 4
+    return book + octets * (code_bytes(8, F, n_codes) + 32 + 5 * mounted + F * ITEM[a] + 4), k * D * 4
 
 
 def _rows_traffic(
-    a: str, up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int
+    a: str, up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int, mounted: int = 0
 ) -> tuple[int, int]:
     """The same for several rows. n_items: of the plan, which only the picks tell; each is 12 bytes of item and 32 of
     order a warp, a slot 8 bytes more in gate-up, whose activations come once for each of its matrices."""
     fixed = blocks * (8 * n_codes + STEP_THREADS[8] // 32 * 4)
     slots, rows, cols = R * k, (F if up else D) // 8, D if up else F
-    per_item = 44 + (2 if up else 1) * (code_bytes(8, cols, n_codes) + 32)
+    per_item = 44 + (2 if up else 1) * (code_bytes(8, cols, n_codes) + 32) + (0 if up else 5 * mounted)
     per_slot = 2 * cols * ITEM[a] + 8 if up else cols * ITEM[a]
     return fixed + rows * (n_items * per_item + slots * per_slot), slots * rows * 8 * (ITEM[a] if up else 4)
 
@@ -141,9 +148,9 @@ def _step(a: str, rows: int) -> tuple[Kernel, Kernel]:
         source="experts_step.cu",
         grid=lambda blocks: (blocks, 1, 1),
         block=STEP_THREADS[rows],
-        args=("y: f32[R*k,D]", *streams, f"h: {a}[R*k,F]", "picks: i32[R,k]", *_PLANNED, *_SIZES),
+        args=("y: f32[R*k,D]", *streams, *_FACTORS, f"h: {a}[R*k,F]", "picks: i32[R,k]", *_PLANNED, *_SIZES),
         smem=lambda n_codes: 8 * n_codes,
-        weights=("codebook", "codes", "plane", "gains"),
+        weights=("codebook", "codes", "plane", "gains", *_FACTOR_NAMES),
         traffic=functools.partial(traffic, a, False),
         released=released,
         in_flight=STEP_THREADS[rows] // 32 * 2 * 384,
@@ -160,13 +167,14 @@ for _a in ITEM:
 
 
 def _mma_traffic(
-    up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int
+    up: bool, R: int, k: int, F: int, D: int, n_codes: int, blocks: int, n_items: int, mounted: int = 0
 ) -> tuple[int, int]:
-    """Of full items (64 slots each) and whole tiles (F a multiple of 32, D of 64). A code costs its words twice."""
+    """Of full items (64 slots each) and whole tiles (F a multiple of 32, D of 64). A code costs its words twice.
+    mounted: sidecars whose factors down reads."""
     fixed = blocks * (8 * n_codes + 8 * 4)
     cols, tiles = (D, F // 32) if up else (F, D // 64)
     codes = 8 * (cols // 8 * 24 + (-(-cols // 256) * 128 if n_codes > 4096 else 0))
-    per_tile = codes + 8 * (12 + 32 + 512)
+    per_tile = codes + 8 * (12 + 32 + 512) + (0 if up else 8 * 40 * mounted)
     return fixed + tiles * (n_items * per_tile + R * k * cols * 2), R * k * (2 * F if up else 4 * D)
 
 
@@ -206,6 +214,7 @@ DOWN_MMA = Kernel(
         "codes: u32[*]",
         "plane: u8[*]?",
         "gains: f32[*]",
+        *_FACTORS,
         "h: bf16[R*k,F]",
         "order: i32[R*k]",
         "items: i32[*]",

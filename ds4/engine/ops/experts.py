@@ -49,6 +49,14 @@ class BlobLike(Protocol):
 
 
 @dataclass(frozen=True)
+class Factors:
+    """One sidecar's factors of a layer's down rows, as its file has them: E2M1 u32 [E, D/8], UE8M0 u8 [E, D/32]."""
+
+    codes: Buffer
+    scales: Buffer
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """One layer's routed experts on the device, as cuda/codes.cuh lays them out.
 
@@ -56,6 +64,7 @@ class ExpertWeights:
         n_expert, F, D: sizes.   n_codes: 4096 or 8192, the padded codebook's.   limit: SwiGLU's clamp.
         codebook: u64 [n_codes].   up_codes, down_codes: u32 blocks.   up_plane, down_plane: u8, with 8192 codewords.
         up_gains: f32 [E, F/8, 2, 8], gate's eight then up's.   down_gains: f32 [E, D].
+        domain, post: mounted sidecars' factors, multiplied in this order; None: every factor is 1.
     """
 
     n_expert: int
@@ -70,13 +79,20 @@ class ExpertWeights:
     down_codes: Buffer
     down_plane: Buffer | None
     down_gains: Buffer
+    domain: Factors | None = None
+    post: Factors | None = None
 
     @property
     def nbytes(self) -> int:
         """Device bytes."""
         parts = [self.codebook, self.up_codes, self.up_plane, self.up_gains]
-        parts += [self.down_codes, self.down_plane, self.down_gains]
+        parts += [self.down_codes, self.down_plane, self.down_gains, *self.factors]
         return sum(b.nbytes for b in parts if b is not None)
+
+    @property
+    def factors(self) -> tuple[Buffer | None, ...]:
+        """What the down kernels take: codes and scales of both sidecars."""
+        return tuple(b for f in (self.domain, self.post) for b in ((f.codes, f.scales) if f else (None, None)))
 
 
 def place_experts(dev: Device, blob: BlobLike, n_expert: int, F: int, D: int, swiglu_limit: float) -> ExpertWeights:
@@ -185,7 +201,7 @@ def experts(
     h = ws.get("experts.h", (R * k, F), A)
     sizes = (k, F, D, ew.n_codes)
     up = (ew.codebook, ew.up_codes, ew.up_plane, ew.up_gains)
-    down = (ew.codebook, ew.down_codes, ew.down_plane, ew.down_gains)
+    down = (ew.codebook, ew.down_codes, ew.down_plane, ew.down_gains, *ew.factors)
     if R == 1 and (family == "step" or A == "f32"):
         threads = STEP_THREADS[1]
         n = step_blocks(dev, ew, k, k * F // 8, threads)

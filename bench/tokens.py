@@ -294,9 +294,8 @@ def frontier_figures(bench: Bench, context: int, out: dict[str, Any]) -> dict[st
     for name, decode in decodes.items():
         rate = spread(bench.n_tokens, decode.runs)
         print(f"context {context:6d}  {name:13} {rate.text()}", flush=True)
-        # one row reads what the table of weights says; rounds are told apart by what their passes did
         drafts = name == "decode_drafts"
-        n_bytes = decode.n_bytes / decode.n_tokens if drafts else out["weight_bytes"]
+        n_bytes = decode.n_bytes / decode.n_tokens
         share = round(n_bytes * rate.median / 1e9 / out["copy_gb_s"], 4)
         point[name] = dataclasses.asdict(rate) | {"bytes": round(n_bytes), "share": share}
         if drafts:

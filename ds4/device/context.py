@@ -125,7 +125,7 @@ class Context:
         self.modules: dict[object, Any] = {}
         self.allowed_smem: dict[int, int] = {}  # function -> bytes of dynamic shared memory it may take
         self._dropped: list[tuple[int, int]] = []
-        self._dropped_bytes = 0
+        self._dropped_host: list[int] = []
         self._staged: list[Array] = []
         self._bound = threading.local()  # per thread, not by its number: a new thread may get that of one that ended
         device = driver.call("cuDeviceGet", 0)
@@ -214,7 +214,7 @@ class Context:
             CapacityError: the device has not enough.   DeviceError: a graph is being captured.
         """
         self.refuse_in_capture(f"allocation of {nbytes} bytes")
-        if self._dropped_bytes > GRAVEYARD:
+        if sum(n for _, n in self._dropped) > GRAVEYARD:
             self.sync()
         try:
             ptr = self.call("cuMemAlloc", max(nbytes, 1))
@@ -232,7 +232,11 @@ class Context:
         """Free `ptr` at the next synchronisation. May be called by the garbage collector, in any thread."""
         if not self.closed:
             self._dropped.append((ptr, nbytes))
-            self._dropped_bytes += nbytes
+
+    def bury_host(self, ptr: int) -> None:
+        """The same for page-locked host memory."""
+        if not self.closed:
+            self._dropped_host.append(ptr)
 
     def free(self, allocation: Allocation) -> None:
         """See `Buffer.free`."""
@@ -253,9 +257,9 @@ class Context:
         self.call("cuCtxSynchronize")
         self._staged.clear()
         while self._dropped:
-            ptr, nbytes = self._dropped.pop()
-            self._dropped_bytes -= nbytes
-            self.call("cuMemFree", ptr)
+            self.call("cuMemFree", self._dropped.pop()[0])
+        while self._dropped_host:
+            self.call("cuMemFreeHost", self._dropped_host.pop())
 
     def write(self, buffer: Buffer, array: Array, offset_bytes: int) -> None:
         """See `Buffer.write`."""

@@ -58,5 +58,5 @@ class Readback:
         return self._bytes[:count].copy()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pointer") and not self._context.closed:
-            self._context.driver.api.cuMemFreeHost(self._pointer)
+        if hasattr(self, "_pointer"):
+            self._context.bury_host(self._pointer)

@@ -83,6 +83,10 @@ class DraftState:
         self.start, self.pending = start, count
         return self.main.view(0, (count, self.main.shape[1]), self.act)
 
+    def forget_rows(self) -> None:
+        """The pass that was to leave rows in `main` failed."""
+        self.pending = 0
+
     def begin(self, start: int) -> None:
         """Keys from `start` on are about to be written; where keys before it are missing (passes that left no rows, a
         bounded replay), the window begins here.

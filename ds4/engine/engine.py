@@ -151,6 +151,7 @@ class Engine:
             policy: makes what decides about drafts, one a prompt; None: as the engine was opened.
         """
         config = replace(self.config, dspark_block_size=self.block) if self.draft is not None else self.config
+        del self._idle[MOST_IDLE:]
         if self._idle:
             lane = self._idle.pop()
             lane.clear()
@@ -175,9 +176,8 @@ class Engine:
 
 
 def _give_back(idle: list[Lane], lane: Lane) -> None:
-    """A session is gone; may run in any thread, hence nothing of the device here."""
-    if len(idle) < MOST_IDLE:
-        idle.append(lane)
+    """A session is gone. May run in any thread, hence nothing of the device here, nor is a lane dropped."""
+    idle.append(lane)
 
 
 def _tables(base: Base) -> EngramTables:

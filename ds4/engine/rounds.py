@@ -121,8 +121,10 @@ class Rounds:
                 [*tokens, *drafts[:k]], 1 + k, follow=policy.follows, ending=ending
             )  # fmt: skip
             self.chooser.submit(k)
+            if not drafts:
+                self.commit()  # else the next round's drafts pay for it, never a plain step
             if not planned and left > 1:
-                self.step.run_ahead()
+                self.step.run_ahead()  # behind the commit, which reads what a segment may write over
             drawn = self.chooser.chosen(k, start)
         except BaseException:
             self.step.slots.changed()
@@ -140,8 +142,6 @@ class Rounds:
         self.counts.add(bool(drafts), k, accepted)
         if accepted < k:
             self.go_back(start + 1 + accepted)
-        if not drafts:
-            self.commit()  # else the next round's drafts pay for it, never a plain step
         V = logits.shape[1]
         self.last = logits.view(4 * V * accepted, (1, V), "f32")
         return drawn
@@ -154,7 +154,12 @@ class Rounds:
         if drafter is not None and follow:
             self.commit()
             main_hidden = drafter.state.expect(self.step.state.position, count)
-        return self.step.run(tokens, count, tap, main_hidden=main_hidden, ending=ending)
+        try:
+            return self.step.run(tokens, count, tap, main_hidden=main_hidden, ending=ending)
+        except BaseException:
+            if drafter is not None and main_hidden is not None:
+                drafter.state.forget_rows()
+            raise
 
     def go_back(self, position: int) -> None:
         """Take the newest tokens of both states back."""

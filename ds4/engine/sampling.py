@@ -39,7 +39,8 @@ class Penalties:
     @property
     def neutral(self) -> bool:
         """Whether no logit would change: nothing needs to be launched."""
-        return (self.presence, self.frequency, self.repetition, self.logit_bias) == (0, 0, 1, ())
+        settings = (self.presence, self.frequency, self.repetition)
+        return settings == (0, 0, 1) and not any(value for _, value in self.logit_bias)
 
     def check_vocab(self, vocab: int) -> None:
         """Refuse a bias on a token that is not there.

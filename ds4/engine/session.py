@@ -154,6 +154,8 @@ class Session:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings)
+        if chunk is not None and chunk < 1:
+            raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
         self._drop_waiting()
         keep = 0
         for held, wanted in zip(self.tokens[: self.position], tokens):
@@ -170,25 +172,21 @@ class Session:
         else:
             self._clear()
         if chunk is not None:
-            if chunk < 1:
-                raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
             self._prefill.chunk = chunk
         bounded = self._prefill.extent(len(tokens)).bounded
         self.tokens, self._prompt = tokens, len(tokens)
         start = self.position
-        moved = self.state.reserve(len(tokens))
-        if moved:
-            self._step.forget_graphs()
         self.policy = self._new_policy()
-        self._rounds.commit()
         try:
+            self.state.reserve(len(tokens))
+            self._rounds.commit()
             out = self._prefill.run(tokens, logits, self.lane.last, on_progress, cancelled, tap)
         except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead
             if bounded:
                 self._clear()
             self.tokens = tokens[: self.position]
             raise
-        except BaseException:  # inside a chunk: some layers hold it and some do not
+        except BaseException:  # no memory; or inside a chunk: some layers hold it and some do not
             self._clear()
             self.tokens = []
             raise
@@ -318,8 +316,7 @@ class Session:
 
     def restore(self, snapshot: SessionSnapshot) -> None:
         """Continue from `snapshot` as if nothing had happened since."""
-        if self.state.restore(snapshot.state):
-            self._step.forget_graphs()
+        self.state.restore(snapshot.state)
         if self._drafter is not None:
             self._drafter.state.clear()
             if snapshot.draft is not None:

@@ -70,6 +70,7 @@ class SequenceState:
     published: int | None = None
     replayed_to: int = 0  # window rows before this position cannot be brought back by `rollback`
     version: int = 0  # rises where the sequence changes otherwise than by passes
+    generation: int = 0  # rises with every buffer that moves, also where a growth fails half way
     budget_bytes: int | None = None  # of device memory for this state; None: as much as there is
 
     def __post_init__(self) -> None:
@@ -88,15 +89,17 @@ class SequenceState:
             )
         self.reserve(1)
 
-    def reserve(self, tokens: int) -> bool:
-        """Make room for `tokens` tokens: doubles until they fit. True if buffers moved (captured graphs are then
-        stale).
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens: doubles until they fit. Captured graphs of another `generation` are stale.
+
+        Raises:
+            CapacityError: more than the context, the budget or the memory; what the sequence holds stays.
         """
         limit = self.config.max_position_embeddings
         if tokens > limit:
             raise CapacityError(f"{tokens} tokens do not fit the model's context of {limit}")
         if tokens <= self.capacity:
-            return False
+            return
         capacity = max(self.capacity, LEAST_CAPACITY)
         while capacity < tokens:
             capacity *= 2
@@ -108,9 +111,9 @@ class SequenceState:
                 new = make(self.device, count)
                 self.device.copy(new, old, min(old.nbytes, new.nbytes))
                 setattr(rows, name, new)
+                self.generation += 1
                 self.device.sync()
         self.capacity = capacity
-        return True
 
     def _check_budget(self, tokens: int, capacity: int) -> None:
         """While it grows a source holds its old rows and its new ones; the largest source decides the peak."""
@@ -201,13 +204,13 @@ class SequenceState:
             arrays[name] = self.device.download(raw) if n else np.zeros(0, np.uint8)
         return Snapshot(self.position, self.written, self.first, self.published, self.capacity, arrays)
 
-    def restore(self, snapshot: Snapshot) -> bool:
-        """Become that sequence again. True if buffers moved.
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become that sequence again.
 
         Raises:
             Ds4Error: the snapshot has other tensors or sizes than this state.
         """
-        moved = self.reserve(max(snapshot.position, 1))
+        self.reserve(max(snapshot.position, 1))
         named = self._named()
         if set(named) != set(snapshot.arrays):
             raise Ds4Error("the snapshot belongs to another model: its tensors differ")
@@ -224,7 +227,6 @@ class SequenceState:
         self.published = snapshot.published
         self.replayed_to = snapshot.position if snapshot.first[1] else 0
         self.set_first(*snapshot.first)
-        return moved
 
     def nbytes(self) -> int:
         """Device bytes held."""

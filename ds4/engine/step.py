@@ -72,14 +72,17 @@ class StepRunner:
         self._bounds = [0, *config.engram_layer_ids, config.num_hidden_layers]
         self._warm: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self._generation = ws.generation
+        self._generation = ws.generation, state.generation
         self._last: Key = ()  # of the pass before
         self._ahead: Key | None = None  # the pass whose first segment has run, and what must not have changed since
 
-    def forget_graphs(self) -> None:
-        """Captured launches hold addresses; called when a buffer that they name has moved."""
-        self._graphs.clear()
-        self._ahead = None
+    def _drop_stale(self) -> None:
+        """Captured launches hold addresses: where scratch or state has moved, none of them may run again."""
+        generation = self.ws.generation, self.state.generation
+        if generation != self._generation:
+            self._generation = generation
+            self._graphs.clear()
+            self._ahead = None
 
     def run(
         self, tokens: Sequence[int], count: int, tap: Tap | None = None, *, main_hidden: Buffer | None = None,
@@ -101,18 +104,16 @@ class StepRunner:
         state = self.state
         start = state.position
         rows = self.feed.request(tokens, start, count)
-        if state.reserve(start + count):
-            self.forget_graphs()
+        state.reserve(start + count)
+        self._drop_stale()
         ran_ahead = self._is_ahead(tokens[start : start + count], start)
         self.slots.set(tokens[start : start + count], start)
         published = self._published(start)
-        if self.ws.generation != self._generation:
-            self.forget_graphs()
-            self._generation = self.ws.generation
         key = (count, state.capacity, tuple(sorted(published.items())), main_hidden is not None)
         p = self._pass(count, published, main_hidden)
         self.ws.passes += 1
-        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key)
+        state.written = max(state.written, start + count)  # also if it fails half way
+        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key and tap is None)
         self.counts.passes += 1
         self.counts.one_row += count == 1
         self._last = key
@@ -132,7 +133,8 @@ class StepRunner:
             return
         key = (1, capacity, tuple(sorted(self._published(start).items())), tapped)
         graph = self._graphs.get((key, 0))
-        if graph is None or len(self._bounds) < 3 or self.ws.generation != self._generation:
+        current = (self.ws.generation, self.state.generation) == self._generation
+        if graph is None or len(self._bounds) < 3 or not current:
             return
         graph.replay()
         self.state.written = max(self.state.written, start + 1)
@@ -233,9 +235,7 @@ class StepRunner:
         if captured:
             mine = [(key, i) for i in range(last)] + [segment]
             self.counts.launches = sum(self._graphs[s].n_launches for s in mine if s in self._graphs)
-        if self.ws.generation != self._generation:
-            self.forget_graphs()
-            self._generation = self.ws.generation
+        self._drop_stale()
 
     def _segment(self, p: Pass, index: int, tap: Tap | None, ending: Ending | None) -> None:
         first, end = self._bounds[index : index + 2]

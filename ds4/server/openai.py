@@ -239,14 +239,16 @@ def _sampling(fields: Fields, penalties: Penalties, top: int) -> Sampling:
 
 
 def _penalties(fields: Fields, vocab: int) -> Penalties:
-    """Penalties and `logit_bias`, an object of token ids; a bias of 0 is none."""
+    """Penalties and `logit_bias`, an object of token ids."""
     bias: dict[int, float] = {}
     given = fields.nested("logit_bias") or Fields({})
     for name in given.raw:
         if not ID.fullmatch(name):
             raise RequestError(f"logit_bias names {name!r:.40}; its names are token ids in digits", "logit_bias")
-        if value := given.number(name):
-            bias[int(name)] = value
+        value = given.raw[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise RequestError(f"logit_bias of {name} is {value!r:.40}; it must be a number", "logit_bias")
+        bias[int(name)] = value
     penalties = Penalties(
         presence=_number(fields, "presence_penalty", 0.0),
         frequency=_number(fields, "frequency_penalty", 0.0),

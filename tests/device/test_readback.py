@@ -22,6 +22,24 @@ def test_words_are_those_of_the_moment_they_were_submitted(device: Device) -> No
     assert first.tolist() == [0] * 4  # a copy
 
 
+def test_host_memory_is_given_back_at_the_next_synchronisation(device: Device) -> None:
+    """A destructor may run in any thread and inside a capture, where the driver must be left alone."""
+    freed = []
+    context = device.context
+    device.sync()
+    back = Readback(device, 64)
+    pointer = back._pointer
+    with device.capture():
+        del back
+    assert context._dropped_host == [pointer]
+    real, context.call = context.call, lambda name, *args: (freed.append(name), real(name, *args))[1]  # type: ignore[method-assign]
+    try:
+        device.sync()
+    finally:
+        del context.call
+    assert "cuMemFreeHost" in freed and not context._dropped_host
+
+
 def test_wrong_use_is_refused(device: Device) -> None:
     buffer, back = device.zeros((12,), "i32"), Readback(device, 40)
     with pytest.raises(DeviceError, match="nothing was submitted"):

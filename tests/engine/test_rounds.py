@@ -11,9 +11,10 @@ import pytest
 from ds4.device import Buffer, Device
 from ds4.engine import Engine, Sampling
 from ds4.engine.choose import Chooser
+from ds4.engine.ngrams import Rows
 from ds4.engine.sampling import Penalties
 from ds4.engine.scheduler import FixedDrafts, Scheduler
-from ds4.errors import DeviceError, RequestError, UsageError
+from ds4.errors import DeviceError, Ds4Error, RequestError, UsageError
 from tests.conftest import opened
 from tests.engine.conftest import DATA
 from tests.engine.draft_bench import live_keys
@@ -215,6 +216,39 @@ def test_a_broken_row_is_an_error_and_the_state_is_as_before(
         with pytest.raises(DeviceError, match="hold NaN"):
             session.next(GREEDY)
     assert more(session, 15) == want[5:]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_pass_that_failed_can_be_tried_again(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """A read of n-gram rows that fails, in the middle of the layers."""
+    engine, ids = engines("oracle-b", dspark=True), text("oracle-b", 12)
+    want = answer(engine.session(fixed(0)), ids, 24)
+    session = engine.session(fixed(k))
+    session.sync(ids)
+    got: list[int] = []
+    real, left = Rows.wait, [0]
+
+    def wait(rows: Rows) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Ds4Error("a shard cannot be read")
+        return real(rows)
+
+    while len(got) < 20:
+        left[0] = 1 + len(got) % 2
+        with monkeypatch.context() as patched:
+            patched.setattr(Rows, "wait", wait)
+            try:
+                got.append(session.next(GREEDY))  # the first one, or one that waits
+                continue
+            except Ds4Error as e:
+                assert "a shard" in str(e)
+        got.append(session.next(GREEDY))
+    assert got == want[:20]
+    session.rollback(len(session.tokens))
+    assert session.step(want[20:21]).shape[0] == 1
 
 
 def test_bad_draft_options_are_refused(bases: Callable[[str], Path], fast_device: Device) -> None:

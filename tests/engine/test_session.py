@@ -17,6 +17,7 @@ from ds4.engine.weights import LayerWeights, placed_bytes
 from ds4.errors import CapacityError, DeviceError, Ds4Error, RequestError, UsageError
 from tests.base.toys import toy_base, toy_dir
 from tests.engine.conftest import DATA
+from tests.engine.drafted import answer
 from tests.engine.test_against_teacher import prompt
 
 
@@ -50,6 +51,53 @@ def test_a_discrete_gpus_own_memory_is_what_weights_need(monkeypatch: pytest.Mon
         Engine.open(path, engram_dir=toy_dir("oracle-a"), device=device)
     device.info = dataclasses.replace(device.info, unified=True)
     Engine.open(path, engram_dir=toy_dir("oracle-a"), device=device).close()
+
+
+def test_memory_that_ends_in_a_growth_costs_that_request_only(
+    bases: Callable[[str], Path], fast_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some buffers have moved then and some have not: no captured launch may use an old one."""
+    monkeypatch.setattr(state, "LEAST_CAPACITY", 16)
+    ids = prompt("oracle-b", 40)
+    engine = Engine.open(bases("oracle-b"), engram_dir=DATA / "oracle-b", device=fast_device)
+    want = [answer(engine.session(), ids[:n], 8) for n in (5, 12, 30)]
+    engine.drop_idle()
+    assert answer(engine.session(), ids[:5], 8) == want[0]  # one lane from here on, its graphs captured
+    layout = type(engine._idle[0].state.layout)
+    real, left = layout.empty_keys, [0]
+
+    def empty_keys(self: object, *args: object) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise CapacityError("no bytes of device memory")
+        return real(self, *args)  # type: ignore[arg-type]
+
+    for broken in (1, 2, 3):
+        left[0] = broken
+        with monkeypatch.context() as patched:
+            patched.setattr(layout, "empty_keys", empty_keys)
+            session = engine.session()
+            if broken <= len(engine.config.kv_source_layer_ids):
+                with pytest.raises(CapacityError):
+                    session.sync(ids[:30])
+                assert session.tokens == [] and session.position == 0
+            del session
+        for _ in range(2):
+            for n, expected in zip((5, 12), want):
+                assert answer(engine.session(), ids[:n], 3) == expected[:3]
+    assert answer(engine.session(), ids[:30], 8) == want[2]
+
+
+def test_a_refused_sync_leaves_what_was_there(engines: Callable[..., Engine]) -> None:
+    session, ids = engines("oracle-a").session(), prompt("oracle-a", 12)
+    session.sync(ids)
+    kept = session.snapshot()
+    with pytest.raises(RequestError, match="chunk is 0"):
+        session.sync(ids[:4], chunk=0)
+    assert session.tokens == ids and session.position == 12
+    want = [session.next(Sampling()) for _ in range(4)]
+    session.restore(kept)
+    assert [session.next(Sampling()) for _ in range(4)] == want
 
 
 def test_drawn_tokens_extend_the_timeline(engines: Callable[..., Engine]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ds4.engine import Engine, Sampling, Session, state
+from ds4.engine.scheduler import FixedDrafts
 from ds4.engine.step import StepRunner
 from tests.engine.drafted import GREEDY, answer, fixed, more, settled
 from tests.engine.test_against_teacher import prompt
@@ -104,6 +105,12 @@ def test_a_lane_used_again_captures_nothing(engines: Callable[..., Engine]) -> N
     held = [engine.session() for _ in range(3)]
     assert len({id(s.lane) for s in held}) == 3
     assert [answer(s, ids, 20) for s in held] == [first[0]] * 3 if first else False
+    held.clear()
+    assert len(engine._idle) == 3  # whoever let go of them dropped nothing
+    one = engine.session()
+    assert engine._idle == []
+    del one
+    assert len(engine._idle) == 1
 
 
 def interrupted(session: Session, other: Session, ids: list[int], how: str) -> list[int]:
@@ -162,6 +169,37 @@ def test_running_ahead_changes_nothing(engines: Callable[..., Engine], monkeypat
     monkeypatch.setattr(StepRunner, "run_ahead", lambda self: None)
     plain = engine.session()
     assert (answer(plain, ids, 70, SEEDED), settled(plain)) == got[:2] and plain.counts["ahead"] == 0
+
+
+def test_a_plain_step_of_a_session_that_follows_runs_ahead_too(engines: Callable[..., Engine]) -> None:
+    """Its keys for the draft head go first; the segment is used."""
+
+    class Following(FixedDrafts):
+        def begin(self, most: int) -> int:
+            return 0
+
+    engine, ids = engines("oracle-e", dspark=True), prompt("oracle-e", 12)
+    session = engine.session(lambda: Following(3))
+    got = answer(session, ids, 40)
+    assert session.counts["ahead_used"] >= 35
+    assert got == answer(engine.session(fixed(0)), ids, 40)
+    assert got == answer(engine.session(fixed(3)), ids, 40)
+
+
+def test_a_tap_sees_every_layer_of_a_step_that_ran_ahead(engines: Callable[..., Engine]) -> None:
+    engine, ids = engines("oracle-b"), prompt("oracle-b", 12)
+    session = engine.session()
+    answer(session, ids, 8)
+    session.next(GREEDY)
+    seen: list[int] = []
+    session.step([5], tap=lambda layer, at, x: seen.append(layer))
+    assert sorted(set(seen)) == list(range(engine.config.num_hidden_layers + 1))
+    session.next(GREEDY, left=5)
+    session.next(GREEDY, left=4)
+    assert session._step._ahead is not None
+    seen.clear()
+    session._rounds.pass_over(session.tokens, 1, lambda layer, at, x: seen.append(layer), follow=False)
+    assert seen == list(range(engine.config.num_hidden_layers + 1))
 
 
 def test_rows_of_a_token_are_asked_for_when_it_is_known(

@@ -96,6 +96,8 @@ def test_drafts_change_no_token_and_are_reported(
     assert names[:5] == ["rounds", "tokens per round", "acceptance by position", "verified drafts", "captures"]
     assert {"weight bytes per token", "engram"} <= set(names) <= {s.replace("_", " ") for s in drafted["stats"]}
     assert "this model drafts 1 to 4" in refused(capsys, 2, *argv, "--dspark-block", 5)
+    for flags in (["--draft-k", 2], ["--dspark-block", 2], ["--draft", "argmax"]):
+        assert f"leave {flags[0]} out" in refused(capsys, 2, *argv, "--no-dspark", *flags)
 
 
 def test_log_probabilities_are_those_of_the_session(

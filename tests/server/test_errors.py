@@ -126,9 +126,11 @@ PENALTIES_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": [1]}, "repetition_penalty"),
     ({"logit_bias": [5]}, "logit_bias"),
     ({"logit_bias": {"5": 100.5}}, "logit_bias"),
-    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
-    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
     ({"logit_bias": {str(TOKENIZER.vocab_size): 1}}, "logit_bias"),
+    ({"logit_bias": {str(TOKENIZER.vocab_size): 0}}, "logit_bias"),
     *(
         ({"logit_bias": {name: 1}}, "logit_bias")
         for name in ("", "the", "-1", "05", "1.0", " 5", "\u0665", "9" * 5000)

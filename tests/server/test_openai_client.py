@@ -157,7 +157,8 @@ def test_penalties_arrive(server: Served, api: str) -> None:
         presence_penalty=0.5, frequency_penalty=-0.25, logit_bias={"5": -100, "17": 2.5, "0": 0},
         extra_body={"repetition_penalty": 1.1},
     )  # fmt: skip
-    assert given == Penalties(0.5, -0.25, 1.1, ((5, -100.0), (17, 2.5)))  # a bias of 0 is none
+    assert given == Penalties(0.5, -0.25, 1.1, ((5, -100.0), (17, 2.5), (0, 0.0)))
+    assert ask(logit_bias={"3": 0}).neutral
     assert ask().neutral and ask(presence_penalty=0, frequency_penalty=0, logit_bias={}).neutral
 
 

@@ -32,6 +32,20 @@ def model_fingerprint(source: Source) -> str:
     return h.hexdigest()[:16]
 
 
+def folder_mark(path: str | Path) -> str:
+    """Eight hex digits of the names and marks of a folder's files, as of a sidecar's.
+
+    Raises:
+        FileFormatError: no such folder, or a file cannot be read.
+    """
+    if not Path(path).is_dir():
+        raise FileFormatError(f"{path}: no such folder")
+    h = hashlib.sha256()
+    for file in sorted(p for p in Path(path).iterdir() if p.is_file()):
+        h.update(f"{file.name} {file_mark(file)}\n".encode())
+    return h.hexdigest()[:8]
+
+
 _BLOCK, _N_BLOCKS = 4096, 256
 
 

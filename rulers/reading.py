@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ds4.errors import FileFormatError
 from ds4.teacher.files import save_results
-from rulers.numbers import FIGURES, Numbers, summarise
+from rulers.numbers import FIGURES, Numbers, clustered_mean, summarise
 from rulers.scores import Meta, load_arrays, meta_text, text_of
 from rulers.text import Text
 
@@ -78,11 +78,19 @@ class Reading:
         """What `ds4 ruler run --json` prints."""
         out: dict[str, object] = {"domain": self.ours.domain, **self.numbers.to_json()}
         out["floor"] = None if self.floor is None else self.floor.numbers.to_json()
+        out["routing"] = self.routing_json()
         return out | {
             "split": self.ours.split, "length": self.ours.length, "path": self.ours.path, "model": self.ours.model,
             "text": self.text.digest, "teacher": self.teacher.weights, "teacher_arithmetic": self.teacher.arithmetic,
             "weights": self.ours.weights, "arithmetic": self.ours.arithmetic,
         }  # fmt: skip
+
+    def routing_json(self) -> list[dict[str, object]] | None:
+        """A layer's share of positions with the original's set of experts; None where not measured."""
+        if not len(self.same_experts):
+            return None
+        shares = [clustered_mean(row.astype(np.float64), self.documents) for row in self.same_experts]
+        return [{"layer": i, "same_experts": {"mean": m.value, "se": m.se}} for i, m in enumerate(shares)]
 
     def save(self, path: str | Path) -> None:
         """Write a reading, whole or not at all.

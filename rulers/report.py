@@ -45,7 +45,7 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "readings": [{**r.to_json(), "routing": routing_json(r)} for r in self.readings],
+            "readings": [r.to_json() for r in self.readings],
             "differences": [c.to_json() for c in self.comparisons],
         }
 
@@ -179,14 +179,6 @@ def divergence_plot(reading: Reading) -> str:
         [f"{_cell(kl)} ({n} positions)" for _, n, kl in found],
         f"{reading.ours.domain}: mean KL, nats",
     )
-
-
-def routing_json(reading: Reading) -> list[dict[str, object]] | None:
-    """A layer's share of positions with the original's set of experts; None where not measured."""
-    if not len(reading.same_experts):
-        return None
-    shares = [clustered_mean(row.astype(np.float64), reading.documents) for row in reading.same_experts]
-    return [{"layer": i, "same_experts": {"mean": m.value, "se": m.se}} for i, m in enumerate(shares)]
 
 
 def _routing_table(readings: Sequence[Reading]) -> tuple[Sequence[str], list[tuple[str, ...]]]:

@@ -74,6 +74,7 @@ class Chooser:
     def settle_on(self, s: Sampling, text: Sequence[int], prompt: int) -> None:
         """What the next passes choose by, for the text so far, the first `prompt` tokens of which are not its own."""
         if s != self._sampling:
+            self._sampling = None  # until all of it is written
             self._write(s)
             self._sampling = s
         if not s.penalties.neutral and self._counted != len(text):

@@ -9,8 +9,9 @@ import pytest
 
 from ds4.engine import Engine, Sampling, Session
 from ds4.engine.choose import Drawn
+from ds4.engine.draft import Drafter
 from ds4.engine.sampling import Penalties
-from ds4.errors import RequestError
+from ds4.errors import CapacityError, RequestError
 from tests.engine.drafted import Forced, Policy, fixed, restless, same_as_plain, settled
 from tests.engine.test_against_teacher import prompt
 
@@ -129,6 +130,26 @@ def test_counts_follow_the_text_back_and_forth(engines: Callable[..., Engine]) -
             said.append(session.next(only))
             assert said[-1] == int(reference.argmax())
         assert said != want[12:20]
+
+
+def test_settings_that_could_not_be_written_are_written_again(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ends behind the first words: the request before must not go on with half of the new one's."""
+    engine, ids = engines("oracle-b", dspark=True), prompt("oracle-b", 15)
+    want = [d.token for d in drawn(engine.session(fixed(2)), ids, 8, Sampling())]
+    session = engine.session(fixed(2))
+    session.sync(ids)
+    assert session.next(Sampling()) == want[0]
+
+    def broken(*args: object) -> None:
+        raise CapacityError("no bytes of device memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Drafter, "pick_by", broken)
+        with pytest.raises(CapacityError):
+            session.next(Sampling(5.0, seed=1))
+    assert [session.next(Sampling()) for _ in range(7)] == want[1:]
 
 
 def test_a_bias_on_a_token_that_is_not_there_is_refused(engines: Callable[..., Engine]) -> None:

@@ -13,7 +13,7 @@ from ds4.base.reader import Base
 from ds4.checkpoint.reader import Checkpoint
 from ds4.errors import CapacityError, FileFormatError, UsageError
 from ds4.teacher.source import BaseSource, CheckpointSource
-from rulers.identity import model_fingerprint
+from rulers.identity import file_mark, folder_mark, model_fingerprint
 from rulers.scores import Meta, Scores, ScoresWriter
 from rulers.text import Text
 from tests.base.toys import toy_base, toy_dir
@@ -140,3 +140,24 @@ def test_a_checkpoint_and_its_base_are_one_model() -> None:
     base = model_fingerprint(BaseSource(Base.open(toy_base("oracle-a", bits=9), toy_dir("oracle-a"))))
     other = model_fingerprint(CheckpointSource(Checkpoint.open(embedded.checkpoint())))
     assert checkpoint == base != other
+
+
+def test_marks_tell_files_and_folders_apart(tmp_path: Path) -> None:
+    path = tmp_path / "base.gguf"
+    data = bytearray(np.random.default_rng(0).bytes(3 << 20))
+    path.write_bytes(data)
+    first = file_mark(path)
+    assert len(first) == 8 and file_mark(path) == first
+    path.write_bytes(data + b"\0")
+    longer = file_mark(path)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert len({first, longer, file_mark(path)}) == 3
+    path.write_bytes(b"small")
+    whole = folder_mark(tmp_path)
+    path.rename(tmp_path / "other.gguf")
+    assert folder_mark(tmp_path) != whole
+    with pytest.raises(FileFormatError, match=r"nowhere: no such folder"):
+        folder_mark(tmp_path / "nowhere")
+    with pytest.raises(FileFormatError, match=r"nothing: cannot be read"):
+        file_mark(tmp_path / "nothing")

@@ -26,6 +26,7 @@ COMMANDS = {
     "teacher": "ds4.cli.teacher",
     "diff": "ds4.cli.diff",
     "corpus": "ds4.cli.corpus",
+    "sidecar": "ds4.cli.sidecar",
 }
 
 

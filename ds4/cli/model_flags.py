@@ -23,6 +23,8 @@ def add_model_flags(
     which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
     p.add_argument("-m", "--model", required=not embedded, metavar="BASE", help=which)
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    p.add_argument("--zchain", metavar="DIR", help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin")
+    p.add_argument("--posttrain", metavar="DIR", help="mount a post-training folder, solved on that sidecar")
     p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
     p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
@@ -61,7 +63,10 @@ def _at_least(least: int, text: str) -> int:
 def open_engine(args: argparse.Namespace) -> Engine:
     """The engine of these flags, with a bar while it loads."""
     with progress_bar("loading layers") as progress:
-        return engine_of(args, progress)
+        engine = engine_of(args, progress)
+    for warning in engine.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return engine
 
 
 def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
@@ -81,6 +86,8 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         dspark_block=getattr(args, "dspark_block", None),
         draft_k=getattr(args, "draft_k", None),
         draft=getattr(args, "draft", "drawn"),
+        zchain=args.zchain,
+        posttrain=args.posttrain,
         mem_budget_mb=args.mem_budget_mb,
         progress=progress,
     )

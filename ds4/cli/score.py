@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "kv": args.kv,
         "prefill": args.prefill,
         "index_keys": args.index_keys,
+        "sidecars": engine.sidecars,
         "arrays": {name: list(array.shape) for name, array in result.items()},
         "seconds": round(time.monotonic() - started, 3),
     }

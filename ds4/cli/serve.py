@@ -27,7 +27,7 @@ from ds4.settings import config_dirs, read_config
 KNOWN: dict[str, type | tuple[type, ...]] = {
     "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
-    "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str,
+    "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
 }  # fmt: skip
 MOST_WAITING = 10_000
 
@@ -86,18 +86,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """What can be known of the model without loading it: headers, tables, shards.
+    """What can be known of the model without loading it: headers, tables, shards; sidecars whole.
 
     Raises:
         Ds4Error: it cannot be loaded, and why.
     """
     from ds4.base.reader import Base
+    from ds4.sidecar.stack import SidecarStack
 
     path = Path(args.model)
     if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
         raise FileFormatError(f"{path}: is not a regular file; -m takes a base file (.gguf)")
     try:
-        Base.open(path, args.engram_dir)
+        SidecarStack.open(Base.open(path, args.engram_dir).config, args.zchain, args.posttrain)
     except OSError as e:
         raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
 
@@ -105,6 +106,8 @@ def check_model(args: argparse.Namespace) -> None:
 def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
     """The engine that the flags ask for, ready to answer."""
     engine = engine_of(args, progress)
+    for warning in engine.warnings:
+        log.warning("warning: %s", warning)
     log.info("warming up")
     warm_up(engine)
     return engine

@@ -68,6 +68,16 @@ class Engine:
         """What the server calls the model: the file's stem."""
         return Path(self.base.path).stem
 
+    @property
+    def sidecars(self) -> dict[str, dict[str, str] | None]:
+        """What is mounted under "zchain" and "posttrain": the folder's name and its files' fingerprint, or None."""
+        return {"zchain": None, "posttrain": None} if self.mounted is None else self.mounted.describe()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What people should know of what is mounted."""
+        return () if self.mounted is None else self.mounted.warnings
+
     @staticmethod
     def open(
         path: str | Path,

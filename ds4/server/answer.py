@@ -110,5 +110,5 @@ def model_list(engine: ServedEngine, created: int) -> dict[str, object]:
 def model_card(engine: ServedEngine, created: int) -> dict[str, object]:
     return {
         "id": engine.name, "object": "model", "created": created, "owned_by": "ds4",
-        "context_length": engine.config.max_position_embeddings,
+        "context_length": engine.config.max_position_embeddings, "sidecars": engine.sidecars,
     }  # fmt: skip

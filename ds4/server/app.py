@@ -80,7 +80,8 @@ class Routes:
         w = self._worker
         queue = {"running": w.running, "waiting": w.waiting}
         if w.well and w.engine is not None:
-            return json_response({"status": "ok", "model": w.engine.name, "queue": queue})
+            about = {"model": w.engine.name, "sidecars": w.engine.sidecars}
+            return json_response({"status": "ok", **about, "queue": queue})
         done, total = w.progress
         state = "failing" if w.state == "ready" else w.state
         try:

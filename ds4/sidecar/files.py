@@ -68,19 +68,31 @@ def list_folder(folder: str | Path, n_layers: int | None = None) -> LayerFiles:
     except OSError as e:
         raise FileFormatError(f"{folder}: cannot be listed ({e.strerror or e})") from e
     for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            _check_other(path)
-            continue
-        kind, layer = match[1], int(match[2])
-        if kind == "amp":
-            raise FileFormatError(f"{path}: low-rank corrections (amp) are not supported; remove the file")
-        if path.name != f"{kind}_L{layer:02d}.bin":
-            raise FileFormatError(f"{path}: layer {layer}'s file is called {kind}_L{layer:02d}.bin")
-        if n_layers is not None and layer >= n_layers:
-            raise FileFormatError(f"{path}: the model has layers 00 to {n_layers - 1:02d}")
-        (found.gains if kind == "gr" else found.biases)[layer] = path
+        layer_file = layer_of(path, n_layers)
+        if layer_file is not None:
+            kind, layer = layer_file
+            (found.gains if kind == "gr" else found.biases)[layer] = path
     return found
+
+
+def layer_of(path: Path, n_layers: int | None) -> tuple[str, int] | None:
+    """("gr" or "rb", layer) of a layer file by its name; None for what a load passes over.
+
+    Raises:
+        FileFormatError: as `list_folder`.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        _check_other(path)
+        return None
+    kind, layer = match[1], int(match[2])
+    if kind == "amp":
+        raise FileFormatError(f"{path}: low-rank corrections (amp) are not supported; remove the file")
+    if path.name != f"{kind}_L{layer:02d}.bin":
+        raise FileFormatError(f"{path}: layer {layer}'s file is called {kind}_L{layer:02d}.bin")
+    if n_layers is not None and layer >= n_layers:
+        raise FileFormatError(f"{path}: the model has layers 00 to {n_layers - 1:02d}")
+    return kind, layer
 
 
 def _check_other(path: Path) -> None:

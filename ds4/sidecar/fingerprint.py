@@ -72,6 +72,25 @@ def format_fingerprint(h: int, count: int) -> str:
     return f"{h:016x} {count}\n"
 
 
+def solved_on(posttrain: str | Path) -> tuple[int, int] | None:
+    """(hash, file count) of ③'s `base.fnv`; None where it has none.
+
+    Raises:
+        FileFormatError: it says nothing that can be read.
+    """
+    path = Path(posttrain) / FINGERPRINT
+    try:
+        text = path.read_text(encoding="ascii")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as e:
+        raise FileFormatError(f"{path}: cannot be read ({e})") from e
+    match = re.fullmatch(r"([0-9a-f]{16}) ([0-9]{1,9})\n?", text)
+    if match is None:
+        raise FileFormatError(f"{path}: is {text[:60]!r}; expected 16 lower-case hex digits, a space and a count")
+    return int(match[1], 16), int(match[2])
+
+
 def check_base(posttrain: str | Path, sidecar: str | Path | None, n_layers: int) -> str | None:
     """Whether ③ belongs to ②; to be called before any layer file of ③ is read.
 
@@ -82,16 +101,10 @@ def check_base(posttrain: str | Path, sidecar: str | Path | None, n_layers: int)
         FileFormatError: it says another ②, or says nothing that can be read.
     """
     path = Path(posttrain) / FINGERPRINT
-    try:
-        text = path.read_text(encoding="ascii")
-    except FileNotFoundError:
+    want = solved_on(posttrain)
+    if want is None:
         return f"{path} is missing: nothing says which sidecar this post-training was solved on"
-    except (OSError, UnicodeDecodeError) as e:
-        raise FileFormatError(f"{path}: cannot be read ({e})") from e
-    match = re.fullmatch(r"([0-9a-f]{16}) ([0-9]{1,9})\n?", text)
-    if match is None:
-        raise FileFormatError(f"{path}: is {text[:60]!r}; expected 16 lower-case hex digits, a space and a count")
-    want, have = (int(match[1], 16), int(match[2])), sidecar_fingerprint(sidecar, n_layers)
+    have = sidecar_fingerprint(sidecar, n_layers)
     if want != have:
         raise FileFormatError(
             f"{path}: solved on sidecar {format_fingerprint(*want).strip()!r}, mounted is "

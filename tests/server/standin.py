@@ -84,6 +84,7 @@ class StandIn:
     told: Callable[[int, int, int], StandInToken] = told
     name: str = "stand-in"
     tokenizer: Tokenizer = TOKENIZER
+    sidecars: dict[str, dict[str, str] | None] = field(default_factory=lambda: {"zchain": None, "posttrain": None})
     closed: bool = False
     prompts: list[list[int]] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)

@@ -135,6 +135,29 @@ def test_folder_listing(tmp_path: Path) -> None:
         list_folder(tmp_path / "absent", 7)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gr_L0.bin", "gr_L00.bin.part", "GR_L00.BIN", "rb_L01.txt", "lr_L00.bin", "gr_L001.bin", "weights.safetensors"],
+)
+def test_a_name_that_might_hold_a_correction_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(FileFormatError, match=name):
+        list_folder(tmp_path, 7)
+
+
+def test_text_for_people_is_passed_over(tmp_path: Path) -> None:
+    for name in ("manifest.json", "manifest.txt", "README.md", "LICENSE", "report.html", ".journal", "base.fnv"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "plots").mkdir()
+    found = list_folder(tmp_path, 7)
+    assert found.gains == {} and found.biases == {}
+    stack = SidecarStack.open(CONFIG, tmp_path)
+    assert ["base.fnv" in w or "no layer files" in w for w in stack.warnings] == [True, True]
+    (tmp_path / "gr_L00.bin").mkdir()
+    with pytest.raises(FileFormatError, match="gr_L00"):
+        SidecarStack.open(CONFIG, tmp_path)
+
+
 def naive_fnv(data: bytes, h: int = SEED) -> int:
     for b in data:
         h = (h ^ b) * PRIME % 2**64

@@ -1,7 +1,7 @@
 """Gains of a layer's experts: one factor an expert and output channel, chosen against the original's block output.
 
-    minimise  sum_i | sum_k s_{e_ik} * y_ik + ysh_i - y_i^orig |^2  +  lambda sum_d dbar_d sum_e (s_e[d] - m[d])^2
-    dbar_d = mean over all experts of sum_i y_ie[d]^2                 m = 1 in the recipe
+    minimise  sum_i | sum_k s_{e_ik} * y_ik + ysh_i - y_i^orig |^2  +  lambda sum_d dbar_d sum_e (s_e[d] - m_e)^2
+    dbar_d = mean over all experts of sum_i y_ie[d]^2                 m_e = 1 in the recipe
 
 by Gauss-Seidel over experts with every accepted value on the lattice that files hold (lattice.py). dbar and not an
 expert's own energy: then lambda means so many average experts' worth of doubt, and an expert seen twice stays near 1.
@@ -13,7 +13,7 @@ channels whose shapes depend on nothing else, so the bytes do not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ds4.base.codebook import Workers
 from ds4.errors import Ds4Error, UsageError
 from ds4.sidecar.files import decode_gains, encode_gains
 from solvers.rows import BlockRows, Slice, Slots, read_slice
-from solvers.sweeps import keep, residual_of, squares, sweep, to_cheapest, to_nearest
+from solvers.sweeps import keep, levels, residual_of, squares, sweep, to_cheapest, to_nearest
 
 Float = NDArray[Any]
 F32 = NDArray[np.float32]
@@ -35,6 +35,7 @@ CHANNELS = 256  # of a slice: fewer cost Python's time, more leave the cache
 FEWEST = 8  # fitted rows below which an expert's gains stay exactly 1
 LEAST_GAIN = 0.005  # share of held-out error that must go for gains to be mounted
 DECADES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
+THIRDS = tuple(float(f"{10 ** (i / 3):.3g}") for i in range(-6, 10))  # of a decade, over the same range
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class Rule:
         free sweeps found is rounded once at the end: what the others are compared with.
     scale: how a block's power of two is chosen: `nearest` as the writer does, `cheapest` by cost.
     ridge: `mean` scales it by dbar, `own` by each expert's own energy (a guard's other side; not for use).
-    common: m is the gain that serves all experts of the channel best, not 1.
+    own_level: m is not 1 but the factor that serves the expert best on all of a slice's channels together.
     refit: once lambda is chosen, held-out rows are fitted too, with the ridge in the same proportion to a row.
-    busiest_first: experts with most rows first, not by number.
     """
 
     lambdas: tuple[float, ...] = DECADES
@@ -57,13 +57,12 @@ class Rule:
     lattice_sweeps: int = 3
     scale: Literal["nearest", "cheapest"] = "nearest"
     ridge: Literal["mean", "own"] = "mean"
-    common: bool = False
+    own_level: bool = False
     refit: bool = False
-    busiest_first: bool = False
 
 
 RECIPE = Rule()
-BEST = Rule(free_sweeps=3, scale="cheapest")
+BEST = Rule(THIRDS, free_sweeps=3, scale="cheapest", own_level=True, refit=True)
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,10 @@ def solve_gains(
         scaled = lam * len(fitted.rows_T) / n
 
         def again(channels: slice) -> Float:
-            found = _solve(read_slice(rows, everything, channels), scaled, rule)[0]
+            part = read_slice(rows, everything, channels)
+            delta_EC, _ = _solve(part, scaled, pull_of(part, rule), rule)
             note()
-            return found
+            return delta_EC
 
         delta_ED = np.concatenate(workers.map(again, rows.width, CHANNELS), axis=1)
     else:
@@ -180,38 +180,30 @@ def ridge_of(part: Slice, lam: float, rule: Rule) -> Float:
 
 
 def pull_of(part: Slice, rule: Rule) -> Float:
-    """m - 1, [C]: the one delta of all experts that leaves least of the residual; 0 without `common`."""
-    out = np.zeros(part.energy_EC.shape[1], part.energy_EC.dtype)
-    if rule.common:
-        total_TC = np.zeros_like(part.residual_TC)
-        np.add.at(total_TC, part.slots.row_S, part.u_SC)
-        n = np.einsum("tc,tc->c", total_TC, total_TC, dtype=np.float64)
-        along = np.einsum("tc,tc->c", total_TC, part.residual_TC, dtype=np.float64)
-        out[:] = np.divide(along, n, out=np.zeros_like(along), where=n > 0)
-    return out
+    """m - 1, [E]."""
+    if rule.own_level:
+        return levels(part, order_of(part.slots))
+    return np.zeros(len(part.energy_EC), part.energy_EC.dtype)
 
 
-def order_of(slots: Slots, rule: Rule) -> Sequence[int]:
-    """Experts in the order of a sweep, without those that have too few rows."""
-    counts_E = slots.counts_E
-    order = np.argsort(-counts_E, kind="stable") if rule.busiest_first else np.arange(len(counts_E))
-    return [int(e) for e in order if counts_E[e] >= FEWEST]
+def order_of(slots: Slots) -> list[int]:
+    """Experts in the order of a sweep, by number, without those that have too few rows."""
+    return [int(e) for e in np.flatnonzero(slots.counts_E >= FEWEST)]
 
 
-def _solve(part: Slice, lam: float, rule: Rule) -> tuple[Float, Float]:
+def _solve(part: Slice, lam: float, pull_E: Float, rule: Rule) -> tuple[Float, Float]:
     """delta [E, C] of one lambda, and the residual it leaves on the rows that it was fitted on."""
     delta_EC, residual_TC = np.zeros_like(part.energy_EC), part.residual_TC.copy()
-    ridge_EC, pull_C, order = ridge_of(part, lam, rule), pull_of(part, rule), order_of(part.slots, rule)
+    ridge_EC, order = ridge_of(part, lam, rule), order_of(part.slots)
     for _ in range(rule.free_sweeps):
-        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_C, order, keep) < 1e-4:
+        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_E, order, keep) < 1e-4:
             break
     project = to_cheapest if rule.scale == "cheapest" else to_nearest
     for _ in range(rule.lattice_sweeps):
-        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_C, order, project) == 0:
+        if sweep(part, delta_EC, residual_TC, ridge_EC, pull_E, order, project) == 0:
             break
     if not rule.lattice_sweeps:
-        weight_EC = part.energy_EC + ridge_EC
-        delta_EC = project(delta_EC, weight_EC)
+        delta_EC = project(delta_EC, part.energy_EC + ridge_EC)
         residual_TC = residual_of(part, delta_EC)
     return delta_EC, residual_TC
 
@@ -221,10 +213,11 @@ def _search(
 ) -> tuple[Float, NDArray[np.float64]]:
     """Every lambda on a slice: deltas [lambdas, E, C]; squared errors [1 + lambdas, 2], gains of 1 first."""
     part, unseen = read_slice(rows, fitted, channels), read_slice(rows, held, channels)
+    pull_E = pull_of(part, rule)
     errors = [(squares(part.residual_TC).sum(), squares(unseen.residual_TC).sum())]
     deltas = []
     for lam in rule.lambdas:
-        delta_EC, left_TC = _solve(part, lam, rule)
+        delta_EC, left_TC = _solve(part, lam, pull_E, rule)
         errors.append((squares(left_TC).sum(), squares(residual_of(unseen, delta_EC)).sum()))
         deltas.append(delta_EC)
     return np.stack(deltas), np.array(errors)

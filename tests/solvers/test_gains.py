@@ -14,7 +14,19 @@ from ds4.checkpoint.codecs import bf16_to_f32, f32_to_bf16
 from ds4.errors import UsageError
 from ds4.sidecar.files import encode_gains, gain_path, read_gains
 from solvers import gains
-from solvers.gains import BEST, DECADES, FEWEST, RECIPE, GainSolution, Rule, order_of, pull_of, ridge_of, solve_gains
+from solvers.gains import (
+    BEST,
+    DECADES,
+    FEWEST,
+    RECIPE,
+    THIRDS,
+    GainSolution,
+    Rule,
+    order_of,
+    pull_of,
+    ridge_of,
+    solve_gains,
+)
 from solvers.lattice import BLOCK, nearest
 from solvers.rows import BlockRows, Slice, Slots, read_slice
 from solvers.sweeps import keep, normal_equations, residual_of, sweep, to_cheapest, to_nearest
@@ -25,9 +37,8 @@ RULES = {
     "best": BEST,
     "own": Rule(ridge="own"),
     "rounded": Rule(free_sweeps=3, lattice_sweeps=0),
-    "common": Rule(common=True),
+    "own level": Rule(own_level=True),
     "refit": Rule(refit=True),
-    "busiest": Rule(busiest_first=True),
 }
 
 
@@ -41,11 +52,11 @@ def objective(part: Slice, delta_EC: np.ndarray, ridge_EC: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("lam", [0.01, 1.0, 100.0])
-@pytest.mark.parametrize("rule", [RECIPE, Rule(ridge="own"), Rule(common=True)], ids=["mean", "own", "common"])
+@pytest.mark.parametrize("rule", [RECIPE, Rule(ridge="own"), Rule(own_level=True)], ids=["mean", "own", "level"])
 def test_iterated_sweeps_meet_the_normal_equations(lam: float, rule: Rule) -> None:
     """Without a lattice, in float64, iterated until nothing moves by 1e-8."""
     part = whole(made(n=400, kind=np.float64).rows)
-    ridge, pull, order = ridge_of(part, lam, rule), pull_of(part, rule), order_of(part.slots, rule)
+    ridge, pull, order = ridge_of(part, lam, rule), pull_of(part, rule), order_of(part.slots)
     delta, residual = np.zeros_like(part.energy_EC), part.residual_TC.copy()
     for _ in range(500):
         if sweep(part, delta, residual, ridge, pull, order, keep) < 1e-8:
@@ -61,7 +72,7 @@ def test_the_objective_is_the_issues() -> None:
     """The normal equations' point has the least of the formula as written, row by row, in every direction tried."""
     m = made(n=200, n_experts=6, width=32, kind=np.float64)
     part, lam = whole(m.rows), 3.0
-    best = 1 + normal_equations(part, ridge_of(part, lam, RECIPE), np.zeros(32), range(6))
+    best = 1 + normal_equations(part, ridge_of(part, lam, RECIPE), np.zeros(6), range(6))
     everything = np.ones(200, bool)
     energy = np.zeros((6, 32))
     for i in range(200):
@@ -85,7 +96,7 @@ def test_recipe_step_by_step() -> None:
     ridge = ridge_of(part, lam, RECIPE)
     delta, residual = np.zeros((8, 64)), part.residual_TC.copy()
     for _ in range(3):
-        sweep(part, delta, residual, ridge, np.zeros(64), order_of(part.slots, RECIPE), to_nearest)
+        sweep(part, delta, residual, ridge, np.zeros(8), order_of(part.slots), to_nearest)
     y, picks = m.rows.y_TKD, m.rows.picks_TK
     plain = np.zeros((8, 64))
     dbar = sum(np.square(y[:, j]) for j in range(3)).sum(axis=0) / 8
@@ -205,9 +216,9 @@ def test_solving_on_the_lattice_beats_rounding_afterwards() -> None:
 def test_cheapest_scale_never_raises_the_objective() -> None:
     """With the weight of the parabola, projecting is a step down once a sweep has put everything on the lattice."""
     part = whole(made(n=300).rows)
-    ridge, order = ridge_of(part, 1.0, BEST), order_of(part.slots, BEST)
+    ridge, order = ridge_of(part, 1.0, BEST), order_of(part.slots)
     delta, residual = np.zeros_like(part.energy_EC), part.residual_TC.copy()
-    zero = np.zeros(delta.shape[1], np.float32)
+    zero = np.zeros(len(delta), np.float32)
     seen = []
     for _ in range(6):
         sweep(part, delta, residual, ridge, zero, order, to_cheapest)
@@ -233,11 +244,11 @@ def test_same_bytes_for_any_number_of_workers(name: str, monkeypatch: pytest.Mon
 
 
 def test_slices_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Narrower slices give the same gains (busiest first and all: nothing of a slice depends on its width)."""
-    m = made(width=160)
-    one = solve_gains(m.rows, m.held_out_T, BEST)
+    """Narrower slices give the same gains, where experts have no level of their own."""
+    m, rule = made(width=160), replace(BEST, own_level=False)
+    one = solve_gains(m.rows, m.held_out_T, rule)
     monkeypatch.setattr(gains, "CHANNELS", BLOCK)
-    assert np.array_equal(one.s_ED, solve_gains(m.rows, m.held_out_T, BEST).s_ED)
+    assert np.array_equal(one.s_ED, solve_gains(m.rows, m.held_out_T, rule).s_ED)
 
 
 def test_mapped_files_and_bfloat16(tmp_path: Path) -> None:
@@ -255,13 +266,28 @@ def test_mapped_files_and_bfloat16(tmp_path: Path) -> None:
     assert same(solve_gains(wide, m.held_out_T), solve_gains(replace(m.rows, **packed), m.held_out_T))
 
 
-def test_a_common_pull_is_the_best_single_gain() -> None:
-    part = whole(made(n=400, kind=np.float64).rows)
-    pull = pull_of(part, Rule(common=True))
-    best = np.square(residual_of(part, np.broadcast_to(pull, part.energy_EC.shape))).sum(axis=0)
-    for step in (-1e-3, 1e-3):
-        there = residual_of(part, np.broadcast_to(pull + step, part.energy_EC.shape))
-        assert (np.square(there).sum(axis=0) > best).all()
+def test_an_experts_level_is_the_best_single_factor() -> None:
+    """Against the normal equations of one unknown an expert, over rows and channels together."""
+    m = made(n=400, kind=np.float64, width=32)
+    part = whole(m.rows)
+    found = pull_of(part, BEST)
+    a = np.zeros((400, 32, 12))
+    for j in range(3):
+        a[np.arange(400), :, m.rows.picks_TK[:, j]] = m.rows.y_TKD[:, j]
+    direct = np.linalg.lstsq(a.reshape(-1, 12), part.residual_TC.reshape(-1), rcond=None)[0]
+    assert np.abs(found - direct).max() < 1e-3 * np.abs(direct).max()
+
+
+def test_a_level_serves_where_rows_are_few() -> None:
+    """Experts that are all too loud by a fifth, and sixteen rows of each: pulling to 1 misses what they share."""
+    m = made(n=256, n_experts=24, spread=0.05, noise=1.0)
+    target = m.rows.target_TD - 0.2 * m.rows.y_TKD.sum(axis=1)
+    rows = replace(m.rows, target_TD=target)
+    one, level = (
+        solve_gains(rows, m.held_out_T, Rule(THIRDS)),
+        solve_gains(rows, m.held_out_T, replace(BEST, refit=False)),
+    )
+    assert level.held_out_gain > 1.1 * one.held_out_gain > 0
 
 
 @pytest.mark.parametrize(

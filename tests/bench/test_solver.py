@@ -1,0 +1,24 @@
+"""bench/solver.py at a small size: what it checks holds, what it prints is there. No time is judged here."""
+
+from tests.bench.test_benches import run
+
+SMALL = ("--experts", "16", "--width", "64", "--rows", "2048", "--picks", "3", "--workers", "2")
+
+
+def test_solver() -> None:
+    code, out, text = run("solver.py", *SMALL)
+    assert code == 0 and out["missed"] == 0, text
+    near = out["near"]
+    assert near["settled_from_direct"] <= 1e-7  # 1e-5 is what fails the command
+    assert 0 < near["three_from_settled"] < 0.01 and near["sweeps_to_1e-8"] > 3
+    # the lattice costs something, rounding afterwards more; the ridge by own energy fits better and serves worse
+    assert near["free_gain"] > near["lattice_gain"] > near["rounded_gain"] > 0.05
+    assert near["own_energy_fitted"] > near["lattice_fitted"] and near["own_energy_gain"] < near["lattice_gain"]
+    for name in ("recipe", "best"):
+        assert 0 < out[name]["held_out_gain"] < 1 and out[name]["peak_bytes"] < 8e9
+        assert name in text
+
+
+def test_a_missed_reach_fails() -> None:
+    code, out, text = run("solver.py", *SMALL, "--reach", "1e-9")
+    assert code == 1 and out["missed"] == 2 and "missed: recipe" in text

@@ -54,11 +54,37 @@ def block(
         attend: the attention sublayer on its normalised input f32 [R, D].
         n_used: experts a token.
     """
+    f = to_ffn(nm, config, w, attend, x_RSD, pre_RS)
+    z = moe(nm, config, w.moe, load_expert, f.z_RD, image_R, n_used)
+    return expand(nm, z, f.x_RSD, f.post_RS, f.comb_RSS), f.pre_RS
+
+
+@dataclass(frozen=True)
+class FfnCall:
+    """Between a layer's two sublayers: the FFN's input, and what carries its output on.
+
+    Attributes:
+        z_RD: what router and experts read.
+        x_RSD: the streams after attention.
+        pre_RS: what the next attention collapses with.
+        post_RS, comb_RSS: how the FFN's output enters the streams: `expand(nm, y, x_RSD, post_RS, comb_RSS)`.
+    """
+
+    z_RD: F32
+    x_RSD: F32
+    pre_RS: F32
+    post_RS: F32
+    comb_RSS: F32
+
+
+def to_ffn(
+    nm: Numerics, config: ModelConfig, w: LayerWeights, attend: Callable[[F32], F32], x_RSD: F32, pre_RS: F32
+) -> FfnCall:
+    """The attention half of `block`."""
     eps = config.rms_norm_eps
     a_pre, a_post, a_comb = mixes(nm, config, w.hc_attn, x_RSD)
     y = attend(nm.rms_norm(collapse(nm, x_RSD, pre_RS), w.attn_norm, eps))
     x_RSD = expand(nm, y, x_RSD, a_post, a_comb)
     f_pre, f_post, f_comb = mixes(nm, config, w.hc_ffn, x_RSD)
     z = nm.rms_norm(collapse(nm, x_RSD, a_pre), w.ffn_norm, eps)  # attention's own pre feeds the FFN
-    z = moe(nm, config, w.moe, load_expert, z, image_R, n_used)
-    return expand(nm, z, x_RSD, f_post, f_comb), f_pre
+    return FfnCall(z, x_RSD, f_pre, f_post, f_comb)

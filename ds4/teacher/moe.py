@@ -85,8 +85,21 @@ def moe(
     image_R: Mask | None,
     n_used: int,
 ) -> F32:
-    """Routed experts in rising id, then the shared one; the sum is float32, rounded once."""
+    """Route, then `mix`: f32 [R, D]."""
     picks_Rk, mix_Rk = route(nm, config, weights, x_RD, image_R, n_used)
+    return mix(nm, config, weights, load_expert, x_RD, picks_Rk, mix_Rk)
+
+
+def mix(
+    nm: Numerics,
+    config: ModelConfig,
+    weights: MoeWeights,
+    load_expert: Callable[[int], Expert],
+    x_RD: F32,
+    picks_Rk: I64,
+    mix_Rk: F32,
+) -> F32:
+    """Routed experts in rising id, then the shared one; the sum is float32, rounded once."""
     total = nm.xp.zeros_like(x_RD)
     for e in np.unique(nm.to_host(picks_Rk)).tolist():
         rows, slots = nm.xp.nonzero(picks_Rk == e)

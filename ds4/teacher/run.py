@@ -56,7 +56,7 @@ class Teacher:
             raise UsageError(f"index keys {index_keys!r} is unknown; choose one of {', '.join(INDEX_KEYS)}")
         self.config = source.config
         self.nm = Numerics.of(arith, xp)
-        self.index_keys = index_keys
+        self.arith, self.index_keys = arith, index_keys
         self.tables: EngramTables | None = source.engram_tables() if self.config.engram_layer_ids else None
         self._source = source
         self.stream = Stream(self.nm, source)
@@ -174,7 +174,7 @@ class Teacher:
         call = Call(start, n, nm.to_xp(positions), image, by_publisher)
         if image is not None and not self._source.has("layers.0.ffn.gate.bias_vl"):
             raise MissingTensorError("these weights have no gate.bias_vl: they cannot take image positions")
-        rows_RGN = self._hash_rows(state, ids, positions, image)
+        rows_RGN = self.hash_rows_of(state, ids, positions, image)
         n_used = config.num_experts_per_tok
         x_RSD, pre_RS = enter(nm, config, embeds_RD)
         streams, hidden = [], []
@@ -183,17 +183,17 @@ class Teacher:
             if trace is not None:
                 streams.append(nm.to_host(x_RSD))
             w = self.stream.layer(prefix)
-            rows_RE = self._engram_rows(layer, rows_RGN)
+            rows_RE = self.engram_rows(layer, rows_RGN)
             if w.engram is not None and rows_RE is not None:
                 x_RSD = engram(nm, config, w.engram, x_RSD, rows_RE, image)
             if trace is not None and layer in config.dspark_target_layer_ids:
                 hidden.append(nm.to_host(nm.bf16(x_RSD.mean(axis=1))))
-            attend = partial(self._attend, layer, w, call, state)
+            attend = partial(self.attend, layer, w, call, state)
             load_expert = partial(self.stream.expert, prefix)
             try:
                 x_RSD, pre_RS = block(nm, config, w, attend, load_expert, x_RSD, pre_RS, image, n_used)
             except RouterError as e:
-                raise _not_finite(f"the router of layer {layer}", start + e.row) from e
+                raise not_finite(f"the router of layer {layer}", start + e.row) from e
             del w, attend  # before the next layer's weights are made
             self._check_finite(x_RSD, layer, start)
             if progress is not None:
@@ -205,13 +205,13 @@ class Teacher:
             trace.hash_rows_RGN.append(rows_RGN)
             trace.picks.append({layer: nm.to_host(p) for layer, p in call.all_picks.items()})
             trace.main_hidden.append(np.concatenate(hidden, axis=1) if hidden else np.zeros((n, 0), np.float32))
-        return self._head(x_RSD, pre_RS, start)
+        return self.head(x_RSD, pre_RS, start)
 
-    def _attend(self, layer: int, w: LayerWeights, call: Call, state: State, x_RD: F32) -> F32:
+    def attend(self, layer: int, w: LayerWeights, call: Call, state: State, x_RD: F32) -> F32:
         frequencies = self._frequencies[layer]
         return attention(self.nm, self.config, layer, w.attention, x_RD, call, state, frequencies)
 
-    def _hash_rows(self, state: State, ids: I64, positions: I64, image: Mask | None) -> I64:
+    def hash_rows_of(self, state: State, ids: I64, positions: I64, image: Mask | None) -> I64:
         """Append to the history and look up the call's rows, i64 [R, G, columns]."""
         if self.tables is None:
             return np.zeros((len(ids), 0, self.config.engram_columns), np.int64)
@@ -221,7 +221,7 @@ class Teacher:
         state.history = np.concatenate([state.history, seen])
         return hash_rows(self.tables, self.config, state.history, positions)
 
-    def _engram_rows(self, layer: int, rows_RGN: I64) -> F32 | None:
+    def engram_rows(self, layer: int, rows_RGN: I64) -> F32 | None:
         slot = self.config.engram_slot(layer)
         if slot is None:
             return None
@@ -230,7 +230,7 @@ class Teacher:
         placed: F32 = self.nm.to_xp(values)
         return placed
 
-    def _head(self, x_RSD: F32, pre_RS: F32, start: int) -> F32:
+    def head(self, x_RSD: F32, pre_RS: F32, start: int) -> F32:
         nm = self.nm
         h = nm.rms_norm(collapse(nm, x_RSD, pre_RS), self.stream.dense("norm.weight"), self.config.rms_norm_eps)
         logits = np.empty((h.shape[0], self.config.vocab_size), dtype=np.float32)
@@ -240,16 +240,16 @@ class Teacher:
             lo += rows.shape[0]
         finite_R = np.isfinite(logits).all(axis=1)
         if not finite_R.all():
-            raise _not_finite("the output head", start + int(finite_R.argmin()))
+            raise not_finite("the output head", start + int(finite_R.argmin()))
         return logits
 
     def _check_finite(self, x: F32, layer: int, start: int) -> None:
         finite_R = self.nm.xp.isfinite(x).reshape(x.shape[0], -1).all(axis=1)
         if not bool(finite_R.all()):
-            raise _not_finite(f"layer {layer}", start + int(self.nm.to_host(finite_R).argmin()))
+            raise not_finite(f"layer {layer}", start + int(self.nm.to_host(finite_R).argmin()))
 
 
-def _not_finite(where: str, position: int) -> Ds4Error:
+def not_finite(where: str, position: int) -> Ds4Error:
     return Ds4Error(
         f"{where} gave a value that is not finite at position {position}; "
         "the weights are broken: `ds4 verify` names the tensor"

@@ -16,6 +16,7 @@ import pytest
 from ds4.checkpoint.codecs import bf16_to_f32, f32_to_bf16
 from ds4.corpus import Document
 from ds4.errors import CapacityError, FileFormatError, UsageError
+from ds4.model.config import ModelConfig
 from ds4.teacher import walk as walks
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import open_source
@@ -96,18 +97,15 @@ def test_bf16_is_rounded_to_nearest_and_half_as_large(tmp_path: Path) -> None:
     assert entries["0.output"]["dtype"] == "<u2" and entries["0.weights"]["dtype"] == "<f4"
 
 
-def test_the_size_at_released_dimensions_is_known_without_work(tmp_path: Path) -> None:
-    """8,192 tokens: 14 GB in f32, half of it in bf16; the plan reads norms and nothing else."""
-    text = Text.of([[1] * 1024] * 8, [0] * 8)
-    small = teacher_of()
-    c = SimpleNamespace(
-        num_hidden_layers=43, hidden_size=5120, n_routed_experts=384, num_experts_per_tok=6, vocab_size=129280
-    )
-    for dtype, least, most in (("f32", 14.4e9, 14.5e9), ("bf16", 7.2e9, 7.3e9)):
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(module, "model_fingerprint", lambda _: "0123456789abcdef")
-            m.setattr(small, "config", c)
-            assert least < planned(tmp_path / "f.fixture", small, dtype, text).nbytes < most
+def test_the_size_at_released_dimensions_is_known_without_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8,192 tokens: 13.4 GB in f32, half of it in bf16."""
+    teacher, text = teacher_of(), Text.of([[1] * 1024] * 8, [0] * 8)
+    monkeypatch.setattr(module, "model_fingerprint", lambda _: "0123456789abcdef")
+    monkeypatch.setattr(teacher, "config", ModelConfig.load(DATA / "published" / "config.json"))
+    for dtype, least, most in (("f32", 13.42e9, 13.46e9), ("bf16", 6.71e9, 6.75e9)):
+        assert least < planned(tmp_path / "f.fixture", teacher, dtype, text).nbytes < most
 
 
 KILLED = """

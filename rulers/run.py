@@ -15,34 +15,43 @@ from numpy.typing import NDArray
 
 from ds4.engine import Engine
 from ds4.engine.slots import MAX_ROWS
+from ds4.engine.step import Tap
 from ds4.errors import UsageError
 from rulers.journal import Journal
 from rulers.numbers import FIGURES, position_figures
 from rulers.reading import Reading
+from rulers.routing import EnginePicks, same_experts
 from rulers.scores import Meta, Scores
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
 Progress = Callable[[int, int], None]  # positions read, positions in all
 PATHS = ("prefill", "decode")
 
 
-def window_logits(engine: Engine, ids: list[int], path: str, passed: Callable[[int], None] | None = None) -> F32:
-    """Logits f32 [n, V] of one window. `passed` hears how many positions are done.
+def window_logits(
+    engine: Engine,
+    ids: list[int],
+    path: str,
+    passed: Callable[[int], None] | None = None,
+    tap: Tap | None = None,
+) -> F32:
+    """Logits f32 [n, V] of one window. `passed` hears how many positions are done, `tap` sees the layers' streams.
 
     Decode steps take up to 8 known tokens a pass, which gives the bits of one at a time (tests/engine hold it).
     """
     session = engine.session()
     report = passed or (lambda n: None)
     if path == "prefill":
-        out = session.sync(ids, logits="all", on_progress=lambda done, _: report(done))
+        out = session.sync(ids, logits="all", on_progress=lambda done, _: report(done), tap=tap)
         assert out is not None
         return out
-    first = session.sync(ids[:1], logits="all")
+    first = session.sync(ids[:1], logits="all", tap=tap)
     assert first is not None
     rows = [first]
     for i in range(1, len(ids), MAX_ROWS):
-        rows.append(session.step(ids[i : i + MAX_ROWS]))
+        rows.append(session.step(ids[i : i + MAX_ROWS], tap=tap))
         report(min(i + MAX_ROWS, len(ids)))
     return np.concatenate(rows)
 
@@ -53,10 +62,12 @@ class Ruler:
 
     Args:
         floor_tokens: about how many tokens the other path reads; 0: the floor is not measured.
+        picks: i32 [L, n, k], the original's experts (routing.py), to compare ours with; None: not compared.
     """
 
     teacher: Scores
     floor_tokens: int = 512
+    picks: I32 | None = None
 
     def floor_windows(self) -> list[int]:
         """Evenly over the text, so that they are of as many documents as may be."""
@@ -68,7 +79,8 @@ class Ruler:
 
     def job(self, ours: Meta) -> str:
         """Names the work: what an interrupted run of it finished, another may take."""
-        return f"{self.teacher.meta.to_json()} {ours.to_json()} {self.teacher.text.digest} {self.floor_tokens}"
+        parts = [self.teacher.meta.to_json(), ours.to_json(), self.teacher.text.digest]
+        return " ".join([*parts, str(self.floor_tokens), "no picks" if self.picks is None else "picks"])
 
     def read(self, engine: Engine, ours: Meta, journal: Journal, progress: Progress | None = None) -> Reading:
         """Read every window by `ours.path`, some by the other path too.
@@ -89,29 +101,42 @@ class Ruler:
         done = 0
         for (unit, w, path), size in zip(units, sizes):
             if unit not in journal.done:
-                journal.add(unit, self._figures(engine, w, path, _within(progress, done, sum(sizes))).tolist())
+                compared = path == ours.path
+                journal.add(unit, self._window(engine, w, path, compared, _within(progress, done, sum(sizes))))
             done += size
             if progress is not None:
                 progress(done, sum(sizes))
         return self._reading(ours, journal)
 
-    def _figures(self, engine: Engine, window: int, path: str, passed: Callable[[int], None]) -> F64:
+    def _window(
+        self, engine: Engine, window: int, path: str, compared: bool, passed: Callable[[int], None]
+    ) -> dict[str, list[list[float]]]:
+        """One window's figures, and which layers chose the original's experts, where that is asked for."""
         where = self.teacher.text.slices[window]
         ids = self.teacher.text.ids[where]
-        logits = window_logits(engine, ids.tolist(), path, passed)
-        return position_figures(self.teacher.rows(where)[:-1], logits[:-1], ids[1:])
+        tap = EnginePicks(engine, len(ids)) if compared and self.picks is not None else None
+        logits = window_logits(engine, ids.tolist(), path, passed, tap)
+        figures = position_figures(self.teacher.rows(where)[:-1], logits[:-1], ids[1:])
+        same: list[list[float]] = []
+        if tap is not None and self.picks is not None:
+            same = same_experts(self.picks[:, where], tap.picks)[:, :-1].tolist()
+        return {"figures": figures.tolist(), "same_experts": same}
 
     def _reading(self, ours: Meta, journal: Journal) -> Reading:
         text = self.teacher.text
         starts = np.cumsum([0, *(s.stop - s.start - 1 for s in text.slices)])
         floor = self.floor_windows()
         positions = [np.arange(starts[w], starts[w + 1]) for w in floor]
+        records = [journal.done[str(w)] for w in range(len(text.slices))]
+        same = np.zeros((0, len(text.scored)))
+        if self.picks is not None:
+            same = np.concatenate([np.array(r["same_experts"]) for r in records], axis=1)
         return Reading(
             text,
-            _joined([journal.done[str(w)] for w in range(len(text.slices))]),
-            _joined([journal.done[f"floor {w}"] for w in floor]),
+            _joined([r["figures"] for r in records]),
+            _joined([journal.done[f"floor {w}"]["figures"] for w in floor]),
             np.concatenate([np.zeros(0, np.int64), *positions]).astype(np.int64),
-            np.zeros((0, len(text.scored)), np.uint8),
+            same.astype(np.uint8),
             self.teacher.meta,
             ours,
         )

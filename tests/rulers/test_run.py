@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on(
     ruler, read = Ruler(teacher, 45), window_logits
     seen: list[int] = []
 
-    def interrupted(engine: Engine, ids: list[int], path: str, passed: object = None) -> object:
+    def interrupted(engine: Engine, ids: list[int], path: str, passed: object = None, tap: object = None) -> object:
         if len(seen) == 2:
             raise KeyboardInterrupt
         seen.append(len(ids))
@@ -104,9 +104,12 @@ def test_an_interrupted_run_goes_on(
     with open(path, "ab") as f:
         f.write(b'{"unit": "2", "rec')  # a kill in mid-write
     assert seen == [23, 18]
-    monkeypatch.setattr(
-        run, "window_logits", lambda e, ids, p, passed=None: (seen.append(len(ids)), read(e, ids, p))[1]
-    )
+
+    def noted(engine: Engine, ids: list[int], path: str, passed: object = None, tap: object = None) -> object:
+        seen.append(len(ids))
+        return read(engine, ids, path)
+
+    monkeypatch.setattr(run, "window_logits", noted)
     with Journal(path, ruler.job(ours)) as journal:
         assert sorted(journal.done) == ["0", "1"]
         with pytest.raises(UsageError, match="another process is at the same work"), Journal(path, "x"):

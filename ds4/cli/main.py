@@ -27,6 +27,7 @@ COMMANDS = {
     "diff": "ds4.cli.diff",
     "corpus": "ds4.cli.corpus",
     "sidecar": "ds4.cli.sidecar",
+    "ruler": "ds4.cli.ruler",
 }
 
 

@@ -66,7 +66,7 @@ class Ruler:
     """
 
     teacher: Scores
-    floor_tokens: int = 512
+    floor_tokens: int = 4096
     picks: I32 | None = None
 
     def floor_windows(self) -> list[int]:

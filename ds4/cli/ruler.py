@@ -34,7 +34,7 @@ from rulers.scores import Meta
 from rulers.teacher_scores import teacher_scores
 from rulers.text import Text
 
-DOMAIN, TOKENS, LENGTH, FLOOR_TOKENS = "general", 8192, 512, 512
+DOMAIN, TOKENS, LENGTH, FLOOR_TOKENS = "general", 8192, 512, 4096
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

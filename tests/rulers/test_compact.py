@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from ds4 import embedded
+from ds4.cli.main import run
 from ds4.corpus import Domain
 from ds4.errors import FileFormatError, UsageError
 from ds4.model.tokenizer import Tokenizer
@@ -73,6 +75,22 @@ def test_the_compact_form_comes_back(judged: Scores, tmp_path: Path) -> None:
         Compact.load(path)
     with pytest.raises(UsageError, match="0 tokens a position: must lie between 1 and the vocabulary of 4096"):
         compact(judged, 0)
+
+
+def test_the_command(judged: Scores, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full, out = str(tmp_path / "full.npz"), str(tmp_path / "small.npz")
+    judged.save(full)
+    assert run(["ruler", "archive", full, "-o", out, "--top", "20", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    small = Compact.load(out)
+    assert said["tail"] == {"mean": float(small.tail.mean()), "most": float(small.tail.max())}
+    assert said["top"] == 20 and said["bytes"] == Path(out).stat().st_size < said["full_bytes"] / 50
+    assert run(["ruler", "archive", full, "-o", out]) == 0
+    assert Compact.load(out).describe() in capsys.readouterr().out
+    for code, argv in ((2, [full, "-o", full]), (2, [full, "-o", out, "--top", "0"]), (1, [out, "-o", out + "x"])):
+        assert run(["ruler", "archive", *argv]) == code
+        assert capsys.readouterr().err.startswith("error: ")
+    assert Scores.load(full).logits.tobytes() == judged.logits.tobytes()
 
 
 def test_ties_go_to_the_lowest_id(judged: Scores) -> None:

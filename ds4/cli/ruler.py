@@ -13,6 +13,7 @@ from ds4.checkpoint.reader import Checkpoint
 from ds4.cli.embedded_base import embedded_base
 from ds4.cli.home import key_of
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
+from ds4.cli.ruler_archive import add_archive
 from ds4.cli.ruler_tables import print_comparison, print_endings, print_reading
 from ds4.corpus.domain import SLICES, Domain
 from ds4.engine import Sampling
@@ -48,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_compare(below)
     _add_report(below)
     _add_endings(below)
+    add_archive(below)
 
 
 def _add_run(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

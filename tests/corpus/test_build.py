@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from ds4.cli.main import run
-from ds4.corpus import SLICES, Domain
+from ds4.corpus import SLICES, Document, Domain
 from ds4.corpus import build as builder
-from ds4.corpus.build import LEAST_BYTES, LEAST_GROUPS, build
+from ds4.corpus.build import LEAST_BYTES, LEAST_GROUPS, build, split
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from tests.corpus.test_likeness import words
 
@@ -110,6 +111,14 @@ def test_like_documents_stay_on_one_side_and_repeats_are_left_out(corpus: Path, 
     assert ("text", "0.txt") not in found or ("text", "0-copy.txt") not in found
     raw = tomllib.loads((tmp_path / "mine" / "manifest.toml").read_text())
     assert {s["id"]: s["repeated"] for s in raw["sources"]} == {"book": 0, "news": 0, "text": 1}
+
+
+def test_every_source_is_in_both_slices_in_its_share() -> None:
+    """Six sources of nine like documents: three of each are judged by, whatever their hashes."""
+    documents = [Document(str(i), f"s{i % 6}", words(2000 + i, 400)) for i in range(54)]
+    found = split(documents)
+    for slice, n in (("fit", 6), ("judge", 3)):
+        assert Counter(d.source for d in found.slices[slice]) == {f"s{i}": n for i in range(6)}
 
 
 def test_one_large_document_does_not_empty_a_slice(corpus: Path, tmp_path: Path) -> None:

@@ -150,6 +150,20 @@ def test_held_out_rows_choose_and_are_not_fitted() -> None:
     assert refitted.held_out_gain == two.held_out_gain  # judged before the refit
 
 
+def test_a_refit_keeps_the_ridge_of_the_search() -> None:
+    """All rows, lambda less in proportion: dbar has grown with the rows, the ridge has not."""
+    m = made()
+    found = solve_gains(m.rows, m.held_out_T, Rule(lambdas=(10.0,), refit=True))
+    part = whole(m.rows)
+    ridge = ridge_of(part, 10.0 * (~m.held_out_T).mean(), RECIPE)
+    delta, residual = np.zeros_like(part.energy_EC), part.residual_TC.copy()
+    for _ in range(3):
+        sweep(part, delta, residual, ridge, np.zeros(len(delta), np.float32), order_of(part.slots), to_nearest)
+    assert np.array_equal(found.s_ED, 1 + delta)
+    fitted = read_slice(m.rows, Slots.of(m.rows, ~m.held_out_T), slice(0, m.rows.width))
+    assert np.allclose(ridge, ridge_of(fitted, 10.0, RECIPE), rtol=0.1)
+
+
 def test_nothing_to_gain_is_not_mounted() -> None:
     """Targets that gains of 1 give, and noise: the ridge is chosen large, and half a percent is not reached."""
     m = made(spread=0.0, noise=1.0)

@@ -26,6 +26,14 @@ def test_a_reading_comes_back(tmp_path: Path) -> None:
     assert 0 < got.numbers.sigma_min_p5 < got.numbers.sigma_min_median < 1 and got.numbers.kl.value > 0
 
 
+def test_figures_belong_to_the_documents_of_their_windows() -> None:
+    made = reading(0.5)
+    t = made.text
+    expected = [int(t.documents[s.start]) for s in t.slices for _ in range(s.stop - s.start - 1)]
+    assert made.documents.tolist() == expected
+    assert made.numbers.kl == clustered_mean(made.figures[2], np.array(expected))
+
+
 def test_broken_readings_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "r.npz"
     reading(0.5).save(path)

@@ -96,6 +96,8 @@ def test_a_histogram_shows_the_shares() -> None:
     assert [(a, s) for a, s in shares if float(s)] == [("0.00", "30.0"), ("0.50", "60.0"), ("0.95", "10.0")]
     bars = re.findall(r'height="([\d.]+)" fill', histogram(values, "x"))
     assert float(bars[0]) == pytest.approx(float(bars[10]) / 2, abs=0.1)
+    assert max(map(float, bars)) == 72  # the highest fills the plot, and the axis says what it is
+    assert ">60%<" in histogram(values, "x")
 
 
 def test_intervals_stand_where_the_values_are() -> None:

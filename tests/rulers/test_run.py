@@ -125,6 +125,18 @@ def test_an_interrupted_run_goes_on(
         assert journal.done == {}
 
 
+def test_a_journal_outlives_kills_in_mid_line(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "j", [0.1, 1e-300, -2.5]
+    for n, torn in enumerate((b'{"unit": "x", "rec', b"{}\n", b"\xff\xfe", b"")):
+        with Journal(path, "job") as journal:
+            assert journal.done == {str(i): numbers for i in range(n)}
+            journal.add(str(n), numbers)
+        with open(path, "ab") as f:
+            f.write(torn)
+    with Journal(path, "another job") as journal:
+        assert journal.done == {}
+
+
 def test_another_model_is_refused_by_name(teacher: Scores, engine: Engine, ours: Meta, tmp_path: Path) -> None:
     other = replace(ours, model="f" * 16)
     with Journal(tmp_path / "j", "x") as journal, pytest.raises(UsageError, match=r"oracle-a\.gguf is of model ffff"):

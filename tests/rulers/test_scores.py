@@ -142,6 +142,15 @@ def test_a_checkpoint_and_its_base_are_one_model() -> None:
     assert checkpoint == base != other
 
 
+@pytest.mark.parametrize("name", ["norm.weight", "layers.2.attn_norm.weight", "layers.0.ffn.gate.bias"])
+def test_another_training_of_one_shape_is_another_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = CheckpointSource(Checkpoint.open(toy_dir("oracle-a")))
+    first, dense = model_fingerprint(source), source.dense
+    nudged = dense(name) * np.float32(1.01)
+    monkeypatch.setattr(source, "dense", lambda asked: nudged if asked == name else dense(asked))
+    assert model_fingerprint(source) != first
+
+
 def test_marks_tell_files_and_folders_apart(tmp_path: Path) -> None:
     path = tmp_path / "base.gguf"
     data = bytearray(np.random.default_rng(0).bytes(3 << 20))

@@ -208,6 +208,18 @@ def test_base_fnv_decides(tmp_path: Path) -> None:
             SidecarStack.open(CONFIG, second, third)
 
 
+def test_post_training_on_nothing_is_signed_with_the_seed(tmp_path: Path) -> None:
+    third = tmp_path / "three"
+    third.mkdir()
+    gain_path(third, 2).write_bytes(encode_gains(gains(4)))
+    (third / "base.fnv").write_text("14650fb0739d0383 0")
+    stack = SidecarStack.open(CONFIG, None, third)
+    assert stack.warnings == [] and stack.gain(2) is not None
+    write_second(tmp_path / "two")
+    with pytest.raises(FileFormatError, match="mount that one, or none"):
+        SidecarStack.open(CONFIG, tmp_path / "two", third)
+
+
 def test_product_starts_from_one_second_then_third(tmp_path: Path) -> None:
     second, third = tmp_path / "two", tmp_path / "three"
     write_second(second)

@@ -180,11 +180,11 @@ def formula_bytes(watched: Watched) -> tuple[int, list[str]]:
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Bytes of stored weights that one token reads: matrices and vectors whole, the chosen experts, one embedding
-    row. What no cache can save at a model's real size.
+    """Bytes of stored weights that one token reads: matrices and vectors whole, and the chosen experts; a row of the
+    embedding is left out, as in a session's report. What no cache can save at a model's real size.
     """
     c, w = engine.config, engine.weights
-    total = w.head.nbytes + w.norm.nbytes + w.embed.nbytes // w.embed.rows
+    total = w.head.nbytes + w.norm.nbytes
     return total + sum(_bytes_of(layer, c.num_experts_per_tok / c.n_routed_experts) for layer in w.layers)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ds4.errors import UsageError
+
 if TYPE_CHECKING:
     from ds4.engine import Engine
 
@@ -35,7 +37,7 @@ def add_model_flags(
         p.add_argument("--no-dspark", action="store_true", help="no drafts: a token a pass (docs/sampling.md)")
         p.add_argument("--dspark-block", type=_at_least_1, metavar="N", help="at most N drafts a round")
         p.add_argument(
-            "--draft", choices=("drawn", "argmax"), default="drawn", help="how drafts are picked, no seed given"
+            "--draft", choices=("drawn", "argmax"), help="how drafts are picked, no seed given (default: drawn)"
         )
         p.add_argument("--draft-k", type=_at_least_0, metavar="N", help="N drafts in every round, not what pays")
     p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help="refuse a model larger than this")
@@ -70,9 +72,17 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 
 def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
-    """The engine of these flags; `progress` gets (layers done, layers). It drafts where the command has the flags."""
+    """The engine of these flags; `progress` gets (layers done, layers). It drafts where the command has the flags.
+
+    Raises:
+        UsageError: flags that contradict each other, or a value that the engine refuses.
+    """
     from ds4.engine import Engine
 
+    if getattr(args, "no_dspark", False):
+        for flag in ("dspark_block", "draft_k", "draft"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--no-dspark makes no drafts: leave --{flag.replace('_', '-')} out, or --no-dspark")
     return Engine.open(
         args.model,
         engram_dir=args.engram_dir,
@@ -85,7 +95,7 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         dspark=not getattr(args, "no_dspark", True),
         dspark_block=getattr(args, "dspark_block", None),
         draft_k=getattr(args, "draft_k", None),
-        draft=getattr(args, "draft", "drawn"),
+        draft=getattr(args, "draft", None) or "drawn",
         zchain=args.zchain,
         posttrain=args.posttrain,
         mem_budget_mb=args.mem_budget_mb,

@@ -57,7 +57,8 @@ def test_every_row_counts_what_came_before_it(device: Device) -> None:
 
 
 def test_neutral_settings_change_no_bit(device: Device) -> None:
-    assert Penalties().neutral and not Penalties(logit_bias=((1, 0.0),)).neutral
+    assert Penalties().neutral and Penalties(logit_bias=((1, 0.0),)).neutral
+    assert not Penalties(logit_bias=((2, 0.0), (1, 0.5))).neutral
     logits = rows(2)
     seen = device.zeros((V,), "u32")
     count_tokens(device, seen, device.upload(np.arange(V, dtype=np.int32)))

@@ -44,6 +44,26 @@ class Numerics:
     kv: str = "fp4"
 
 
+@dataclass(frozen=True)
+class MoeBuffers:
+    """What a layer's router and experts did with the rows of a pass: scratch, which the next layer writes over.
+
+    logits f32 [R, E]; chosen i32 [R, k] and weights f32 [R, k], by falling selection score; slots f32 [R, k, D], what
+    each chosen expert adds, its weight inside; shared A [R, D]; out A [R, D], their sum.
+    """
+
+    layer: int
+    logits: Buffer
+    chosen: Buffer
+    weights: Buffer
+    slots: Buffer
+    shared: Buffer
+    out: Buffer
+
+
+MoeTap = Callable[[MoeBuffers], None]
+
+
 @dataclass
 class Pass:
     """R consecutive positions of one sequence on their way through the layers.
@@ -51,7 +71,8 @@ class Pass:
     x f32 [R, S, D], pre f32 [R, S] (what the next block collapses with), pos i32 [R], ids i32 [R]; engram rows u8
     [R, columns, row bytes] a slot; picks i32 [R, topk] and the candidate mask live from an index source to the next.
     main_hidden A [R, targets * D] is filled with what the draft head reads of these rows, where one is given. touched
-    u32 [layers]: a step of several rows adds the distinct experts that they picked.
+    u32 [layers]: a step of several rows adds the distinct experts that they picked. moe_tap sees each layer's
+    experts.
     """
 
     device: Device
@@ -68,6 +89,7 @@ class Pass:
     published: dict[int, int]  # index source -> owner whose keys it scores, where that is not its own
     main_hidden: Buffer | None = None
     touched: Buffer | None = None
+    moe_tap: MoeTap | None = None
 
     def temp(self, name: str, *shape: int, dtype: str | None = None) -> Buffer:
         """Scratch of the activation dtype unless said otherwise."""
@@ -289,6 +311,8 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
     experts(dev, p.ws, fam, lw.experts, slots, z, chosen, weights, R, total=total)
     out = p.temp("block_out", R, c.hidden_size)
     moe_sum(dev, out, slots, shared, R)
+    if p.moe_tap is not None:
+        p.moe_tap(MoeBuffers(lw.layer, logits, chosen, weights, slots, shared, out))
     expand(dev, p.x, out, post, comb, R)
 
 

@@ -16,7 +16,18 @@ from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
 from ds4.engine.draft import Drafter
-from ds4.engine.layer import Numerics, Pass, apply_engram, attend, attention_input, begin, feed_forward, head, publish
+from ds4.engine.layer import (
+    MoeTap,
+    Numerics,
+    Pass,
+    apply_engram,
+    attend,
+    attention_input,
+    begin,
+    feed_forward,
+    head,
+    publish,
+)
 from ds4.engine.layer import run_layer as run_whole_layer
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
@@ -48,7 +59,9 @@ class Extent:
 
 @dataclass
 class Prefill:
-    """Runs syncs of one sequence. Where there is a draft head, the rows that it can reach become its keys."""
+    """Runs syncs of one sequence. Where there is a draft head, the rows that it can reach become its keys. `moe_tap`
+    sees each layer's experts, chunk by chunk.
+    """
 
     device: Device
     ws: Workspace
@@ -60,6 +73,7 @@ class Prefill:
     mode: str
     chunk: int
     drafter: Drafter | None = None
+    moe_tap: MoeTap | None = None
 
     def extent(self, end: int) -> Extent:
         """What a sync up to `end` will run."""
@@ -134,7 +148,10 @@ class Prefill:
         rows = tuple(ws.get(f"engram_rows_{g}", self.feed.shape(count), "u8") for g in range(len(c.engram_layer_ids)))
         x = ws.get("prefill_x", (count, c.hc_mult, c.hidden_size), "f32")
         pre = ws.get("prefill_pre", (count, c.hc_mult), "f32")
-        return Pass(self.device, ws, c, self.numerics, "prefill", self.state, count, x, pre, pos, rows, {})
+        return Pass(
+            self.device, ws, c, self.numerics, "prefill", self.state, count, x, pre, pos, rows, {},
+            moe_tap=self.moe_tap,
+        )  # fmt: skip
 
     def _ask_main_hidden(self, p: Pass, at: int, ext: Extent) -> None:
         """Room for what the draft head reads of these rows, if it can ever reach them."""

@@ -1,1 +1,1 @@
-"""Solvers: what makes sidecars and post-training files. Nothing is here yet."""
+"""Solvers: what makes sidecars and post-training files."""

@@ -28,6 +28,7 @@ COMMANDS = {
     "corpus": "ds4.cli.corpus",
     "sidecar": "ds4.cli.sidecar",
     "ruler": "ds4.cli.ruler",
+    "solve": "ds4.cli.solve",
 }
 
 

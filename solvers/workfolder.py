@@ -20,6 +20,18 @@ MANIFEST = "manifest.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def check_name(out: Path) -> None:
+    """Refuse a folder's name that could not be made or taken up, before the hours of work.
+
+    Raises:
+        UsageError: no folder to make it in, or something is there that no solve has left.
+    """
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such folder to make {out.name} in")
+    if os.path.lexists(out) and not (out.is_dir() and ((out / MANIFEST).is_file() or not any(out.iterdir()))):
+        raise UsageError(f"{out}: is there and is no sidecar that was solved; choose another name")
+
+
 def finished(out: Path, head: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of a folder that this job has finished, its files checked; None where there is no folder yet.
 
@@ -27,11 +39,8 @@ def finished(out: Path, head: Mapping[str, Any]) -> dict[str, Any] | None:
         UsageError: the name is taken by something else.
         FileFormatError: a file is not what the manifest says.
     """
-    if not os.path.lexists(out):
-        if not out.parent.is_dir():
-            raise UsageError(f"{out.parent}: no such folder to make {out.name} in")
-        return None
-    if out.is_dir() and not any(out.iterdir()):
+    check_name(out)
+    if not out.exists() or not any(out.iterdir()):
         return None
     try:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ from rulers.teacher_scores import weights_mark
 from rulers.text import Text
 from solvers.fixture import DTYPES, Fixture, make_fixture, plan_fixture
 from solvers.sidecar import WAYS, report, solve_sidecar, to_json
+from solvers.workfolder import check_name
 
 TOKENS, LENGTH, SLICE = 8192, 512, "fit"
 
@@ -64,6 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    check_name(Path(args.out))
+    threads = Workers(args.workers)
     domain = Domain.open(args.domain)
     checkpoint = Path(args.teacher) if args.teacher is not None else embedded.checkpoint()
     teacher = Teacher(open_source(checkpoint), args.arith)
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("loading layers") as progress:
         engine = Engine.open(args.model, engram_dir=args.engram_dir, progress=progress)
     try:
-        with Workers(args.workers) as workers, progress_bar("solving") as progress:
+        with threads as workers, progress_bar("solving") as progress:
             manifest = solve_sidecar(
                 engine, teacher, fixture, Path(args.out), about,
                 way=args.way, workers=workers, say=_say, progress=progress,

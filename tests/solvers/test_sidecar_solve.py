@@ -228,6 +228,11 @@ def test_the_command_refuses_what_does_not_belong_together(
     assert "solve a base against the checkpoint that it was made from" in capsys.readouterr().err
     assert main.run([*argv[:3], "nonsense", "-o", str(tmp_path / "made")]) == 2
     assert "neither a folder nor an embedded domain" in capsys.readouterr().err
+    assert main.run([*argv, "--workers", "0"]) == 2 and "expected at least 1" in capsys.readouterr().err
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    assert main.run([*argv[:-1], str(taken)]) == 2 and "is no sidecar that was solved" in capsys.readouterr().err
+    taken.unlink()
     assert not list(tmp_path.iterdir())
 
 

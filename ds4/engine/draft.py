@@ -262,15 +262,11 @@ class Drafter:
 
     # -- graphs
 
-    def forget_graphs(self) -> None:
-        """Captured launches hold addresses; called when a buffer that they name has moved."""
-        self._graphs = dict.fromkeys(self._graphs)
-
     def _run(self, kind: str, launches: Callable[[], None]) -> None:
         """Directly the first time, captured the second, replayed from then on; scratch that grew: captured again."""
         self.ws.passes += 1
-        if self.ws.generation != self._generation:
-            self.forget_graphs()
+        if self.ws.generation != self._generation:  # captured launches hold addresses that have moved
+            self._graphs = dict.fromkeys(self._graphs)
             self._generation = self.ws.generation
         graph = self._graphs.get(kind)
         if graph is None and kind in self._graphs and self.graphs:
@@ -284,7 +280,4 @@ class Drafter:
             return
         self.cold += kind not in self._graphs
         launches()
-        if self.ws.generation != self._generation:
-            self.forget_graphs()
-            self._generation = self.ws.generation
         self._graphs[kind] = None

@@ -178,7 +178,6 @@ class Session:
         start = self.position
         self.policy = self._new_policy()
         try:
-            self.state.reserve(len(tokens))
             self._rounds.commit()
             out = self._prefill.run(tokens, logits, self.lane.last, on_progress, cancelled, tap)
         except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead

@@ -155,6 +155,10 @@ class SequenceState:
     def advance(self, position: int) -> None:
         """Rows below `position` are written, or on their way."""
         self.position = position
+        self.will_write(position)
+
+    def will_write(self, position: int) -> None:
+        """Rows below `position` are about to be written, whether they will count or not."""
         self.written = max(self.written, position)
 
     def rollback(self, position: int) -> None:

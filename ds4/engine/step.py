@@ -108,11 +108,10 @@ class StepRunner:
         self._drop_stale()
         ran_ahead = self._is_ahead(tokens[start : start + count], start)
         self.slots.set(tokens[start : start + count], start)
-        published = self._published(start)
-        key = (count, state.capacity, tuple(sorted(published.items())), main_hidden is not None)
-        p = self._pass(count, published, main_hidden)
+        key = self._key(count, start, tapped=main_hidden is not None)
+        p = self._pass(count, self._published(start), main_hidden)
         self.ws.passes += 1
-        state.written = max(state.written, start + count)  # also if it fails half way
+        state.will_write(start + count)  # also if it fails half way
         self._advance(key, p, rows, tap, ending, skip=ran_ahead == key and tap is None)
         self.counts.passes += 1
         self.counts.one_row += count == 1
@@ -122,22 +121,26 @@ class StepRunner:
             state.published = self.last_publisher(start, state.published)
         return self.logits.view(0, (count, self.config.vocab_size), "f32")
 
+    def _key(self, count: int, start: int, *, tapped: bool) -> Key:
+        """What tells the captured launches of a pass from those of another."""
+        return count, self.state.capacity, tuple(sorted(self._published(start).items())), tapped
+
     def run_ahead(self) -> None:
         """Submit the first segment of one more step, as the last one was, on the id and position that its choice
         leaves in the slots. Nothing of the sequence changes by it but rows of a position that does not count yet; the
         next `run` goes on from there if it is that step, and runs the segment again if not.
         """
-        count, capacity, _, tapped = self._last
+        self._drop_stale()
+        count, _, _, tapped = self._last
         start = self.state.position
         if count != 1 or start >= min(self.state.capacity, self.config.max_position_embeddings):
             return
-        key = (1, capacity, tuple(sorted(self._published(start).items())), tapped)
+        key = self._key(1, start, tapped=bool(tapped))
         graph = self._graphs.get((key, 0))
-        current = (self.ws.generation, self.state.generation) == self._generation
-        if graph is None or len(self._bounds) < 3 or not current:
+        if graph is None or len(self._bounds) < 3:
             return
         graph.replay()
-        self.state.written = max(self.state.written, start + 1)
+        self.state.will_write(start + 1)
         self.counts.ahead += 1
         self._ahead = (key, start, self.ws.passes, self.state.version, self.slots.written)
 

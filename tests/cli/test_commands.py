@@ -13,22 +13,11 @@ import pytest
 
 from ds4.cli.main import run
 from ds4.cli.report import Told, logprobs_json, print_logprobs, report_lines
+from tests.cli.commands import ok, refused
 from tests.engine.conftest import DATA, bases  # noqa: F401 - the fixture
 from tests.server.standin import FIRST_BYTE, tokenizer_of
 
 PUBLISHED = DATA / "published"
-
-
-def ok(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert run([str(a) for a in argv]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, *argv: object) -> str:
-    assert run([str(a) for a in argv]) == code
-    got = capsys.readouterr()
-    assert got.err.startswith("error: ") and "Traceback" not in got.err
-    return got.err
 
 
 @pytest.fixture

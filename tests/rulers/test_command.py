@@ -11,28 +11,17 @@ import pytest
 
 from ds4 import embedded
 from ds4.cli import ruler
-from ds4.cli.main import COMMANDS, run
+from ds4.cli.main import COMMANDS
 from ds4.model.config import ModelConfig
 from ds4.settings import device_settings
 from rulers.identity import folder_mark
 from rulers.reading import Reading
+from tests.cli.commands import ok, refused
 from tests.embedded.conftest import base  # noqa: F401 - fixtures
 from tests.engine.conftest import DATA, bases  # noqa: F401
 from tests.reference_sidecar import write_sidecar
 
 SMALL = ["--domain", "code", "--tokens", 96, "--length", 32, "--floor-tokens", 40]
-
-
-def ok(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert run([str(a) for a in argv]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, *argv: object) -> str:
-    assert run([str(a) for a in argv]) == code
-    got = capsys.readouterr()
-    assert got.err.startswith("error: ") and "Traceback" not in got.err
-    return got.err
 
 
 @pytest.fixture

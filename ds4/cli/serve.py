@@ -20,6 +20,7 @@ from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.request import Limits, Progress, ServedEngine
+from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker, warm_up
 from ds4.settings import config_dirs, read_config
 
@@ -28,8 +29,10 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
     "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
+    "log_requests": str, "log_days": int,
 }  # fmt: skip
 MOST_WAITING = 10_000
+LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
 
 log = logging.getLogger("ds4.server")
 
@@ -47,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
     p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
+    p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
+    p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
     add_model_flags(p, prefill="replay", drafts=True)
     return p
 
@@ -78,6 +83,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--port {args.port}: must be between 0 and 65535")
     if not 0 <= args.queue <= MOST_WAITING:
         raise UsageError(f"--queue {args.queue}: must be between 0 and {MOST_WAITING}")
+    if args.log_days is not None and args.log_requests is None:
+        raise UsageError("--log-days says how long requests are kept, but nothing keeps any: give --log-requests DIR")
+    if args.log_days is not None and not 1 <= args.log_days <= MOST_LOG_DAYS:
+        raise UsageError(f"--log-days {args.log_days}: must be between 1 and {MOST_LOG_DAYS}")
     if args.api_key is not None and not args.api_key.strip():
         raise UsageError("--api-key is empty; leave it away to ask for none")
     if args.api_key is None and not is_loopback(args.host):
@@ -123,6 +132,7 @@ def run(argv: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     limits = Limits(queue=args.queue)
+    requests = None if args.log_requests is None else RequestLog(Path(args.log_requests), args.log_days or LOG_DAYS)
     sock = listen(args.host, args.port)
     try:
         check_model(args)
@@ -131,7 +141,8 @@ def run(argv: Sequence[str]) -> int:
         raise
     connections: Connections = {}
     worker = Worker(lambda progress: open_engine(args, progress), limits.queue, on_failed=lambda: stop())
-    server = make_server(make_app(worker, limits, args.api_key, connections), connections, limits, worker.interrupt)
+    app = make_app(worker, limits, args.api_key, connections, requests)
+    server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:
         server.should_exit = True
@@ -140,6 +151,8 @@ def run(argv: Sequence[str]) -> int:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"[{args.host}]" if ":" in args.host else args.host
     log.info("listening on http://%s:%d, loading %s", where, sock.getsockname()[1], args.model)
+    if requests is not None:
+        log.info("requests and answers are kept in %s", args.log_requests)
     try:
         server.run(sockets=[sock])
     finally:

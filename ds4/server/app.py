@@ -19,10 +19,11 @@ from ds4.server.answer import Answer, model_card, model_list
 from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
-from ds4.server.openai import read_chat, read_completion
+from ds4.server.openai import asked_of, read_chat, read_completion
 from ds4.server.outbox import Gone, Outbox
 from ds4.server.request import Generation, Limits, ServedEngine
-from ds4.server.respond import EventStream, whole
+from ds4.server.requests_log import Exchange, RequestLog
+from ds4.server.respond import EventStream, Log, whole
 from ds4.server.worker import Job, Worker
 
 log = logging.getLogger("ds4.server")
@@ -30,18 +31,26 @@ Reader = Callable[[Fields, ServedEngine, Limits], Generation]
 
 
 def make_app(
-    worker: Worker, limits: Limits, api_key: str | None = None, connections: Connections | None = None
+    worker: Worker,
+    limits: Limits,
+    api_key: str | None = None,
+    connections: Connections | None = None,
+    requests: RequestLog | None = None,
 ) -> ASGIApp:
-    """The application. It starts the worker and stops it."""
+    """The application. It starts the worker and the log of requests, where there is one, and stops them."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if requests is not None:
+            requests.start()
         yield
         await asyncio.to_thread(worker.stop)
+        if requests is not None:
+            await asyncio.to_thread(requests.stop)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = Routes(worker, limits)
+    routes = Routes(worker, limits, requests)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
@@ -71,24 +80,25 @@ async def _route_error(request: Request, error: Exception) -> Response:
 class Routes:
     """The handlers, over one worker."""
 
-    def __init__(self, worker: Worker, limits: Limits) -> None:
-        self._worker, self._limits = worker, limits
+    def __init__(self, worker: Worker, limits: Limits, requests: RequestLog | None) -> None:
+        self._worker, self._limits, self._requests = worker, limits, requests
         self._created = int(time.time())
 
     async def health(self) -> Response:
         """200 once requests are answered; before that 503 and how far loading is."""
         w = self._worker
-        queue = {"running": w.running, "waiting": w.waiting}
+        about: dict[str, object] = {"queue": {"running": w.running, "waiting": w.waiting}}
+        if self._requests is not None:
+            about["request_log"] = self._requests.health()
         if w.well and w.engine is not None:
-            about = {"model": w.engine.name, "sidecars": w.engine.sidecars}
-            return json_response({"status": "ok", **about, "queue": queue})
+            return json_response({"status": "ok", "model": w.engine.name, "sidecars": w.engine.sidecars, **about})
         done, total = w.progress
         state = "failing" if w.state == "ready" else w.state
         try:
             w.served()
             raise overloaded("the device fails; see the server's log", "device_failing", 10)
         except HttpError as e:
-            told = {"status": state, "progress": {"done": done, "total": total}, "queue": queue, **error_body(e)}
+            told = {"status": state, "progress": {"done": done, "total": total}, **about, **error_body(e)}
             return json_response(told, 503, e.headers)
 
     async def models(self) -> Response:
@@ -111,11 +121,17 @@ class Routes:
         body = await read_body(request, self._limits)
         self._worker.check_room()
         # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
-        generation = await asyncio.to_thread(lambda: read(parse_object(body), engine, self._limits))
+        fields = await asyncio.to_thread(parse_object, body)
+        generation = await asyncio.to_thread(read, fields, engine, self._limits)
         job = Job(generation, Outbox(self._limits.outbox_chars))
         answer = Answer(chat, engine.name, generation, engine.tokenizer)
         self._worker.submit(job)
         path = request.url.path
+        exchange = None
+        if self._requests is not None:
+            asked = asked_of(fields, chat=chat)
+            exchange = Exchange(self._requests, answer.id, path, engine.name, engine.sidecars, asked, len(body), job)
+        line = Log(path, job, exchange)
         if generation.stream:
-            return EventStream(job, answer, self._worker, self._limits.ping_s, path)
-        return await whole(job, answer, self._worker, request.receive, path)
+            return EventStream(job, answer, self._worker, self._limits.ping_s, line)
+        return await whole(job, answer, self._worker, request.receive, line)

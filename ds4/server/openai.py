@@ -15,7 +15,7 @@ from typing import Any
 from ds4.engine import Sampling
 from ds4.engine.sampling import MOST_TOP, Penalties
 from ds4.errors import RequestError
-from ds4.model.chat import other_turns, prepare, render
+from ds4.model.chat import other_turns, prepare, render, resolve_effort
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special, Tokenizer
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Generation, Limits, ServedEngine
@@ -39,7 +39,7 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
     for i, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("tools"):
             raise RequestError(f"messages[{i}].tools {LATER}", "messages", "unsupported_parameter")
-    thinking, effort = _thinking(fields)
+    thinking, effort = thinking_of(fields)
     with naming("messages"):
         _, images = prepare(messages)
         if images:
@@ -75,6 +75,14 @@ def read_completion(fields: Fields, engine: ServedEngine, limits: Limits) -> Gen
         return generation
     text = ids[1:] if ids[0] == engine.config.bos_token_id else ids
     return replace(generation, prompt_chars=len(engine.tokenizer.decode(text)))
+
+
+def asked_of(fields: Fields, *, chat: bool) -> dict[str, Any]:
+    """Of a body that was read, what its prompt was made of: enough to make the same prompt again."""
+    if not chat:
+        return {"prompt": fields.raw["prompt"]}
+    thinking, effort = thinking_of(fields)
+    return {"messages": fields.raw["messages"], "thinking": thinking, "effort": resolve_effort(effort)}
 
 
 def _refuse_common(fields: Fields) -> None:
@@ -131,7 +139,7 @@ def _max_tokens(fields: Fields, context: int, prompt: int) -> int | None:
     return next(iter(asked.values()), None)
 
 
-def _thinking(fields: Fields) -> tuple[bool, int | str | None]:
+def thinking_of(fields: Fields) -> tuple[bool, int | str | None]:
     """Whether to think, and how hard: off unless an effort or `thinking` asks for it.
 
     `thinking` is true, false, or {"type": "enabled" | "disabled"}; effort "none" is off. Both may stand in

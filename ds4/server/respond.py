@@ -15,6 +15,7 @@ from ds4.engine import Cancelled
 from ds4.server.answer import Answer
 from ds4.server.errors import error_body, json_bytes, json_response, overloaded
 from ds4.server.outbox import Event, Failed, Finished, Gone, Started
+from ds4.server.requests_log import Exchange
 from ds4.server.stream import Delta
 from ds4.server.worker import Job, Worker
 
@@ -47,10 +48,15 @@ def failure(error: Exception) -> Exception:
 
 
 class Log:
-    """One line a request, on its end."""
+    """One line a request, on its end; and where requests are kept (`exchange`), what they were given."""
 
-    def __init__(self, path: str, job: Job) -> None:
-        self._path, self._job, self._begun = path, job, time.monotonic()
+    def __init__(self, path: str, job: Job, exchange: Exchange | None) -> None:
+        self._path, self._job, self._exchange, self._begun = path, job, exchange, time.monotonic()
+
+    def hear(self, event: Event) -> None:
+        """An event that goes out, or went."""
+        if self._exchange is not None:
+            self._exchange.hear(event)
 
     def end(self, how: str, tokens: int | None = None) -> None:
         size = len(self._job.generation.prompt_ids)
@@ -58,7 +64,7 @@ class Log:
         log.info("%s %s: %d%s tokens, %.2f s", self._path, how, size, out, time.monotonic() - self._begun)
 
 
-async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, path: str) -> Response:
+async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, line: Log) -> Response:
     """The answer as one JSON object.
 
     Raises:
@@ -66,11 +72,11 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, path
         Exception: what the job failed with.
     """
     deltas: list[Delta] = []
-    line = Log(path, job)
     async with watched(job, worker, receive):
         try:
             while True:
                 for event in await job.outbox.take():
+                    line.hear(event)
                     if isinstance(event, Delta):
                         deltas.append(event)
                     elif isinstance(event, Finished):
@@ -91,11 +97,11 @@ class EventStream(Response):
     If reading the prompt takes longer than a ping, the stream opens and pings.
     """
 
-    def __init__(self, job: Job, answer: Answer, worker: Worker, ping_s: float, path: str) -> None:
+    def __init__(self, job: Job, answer: Answer, worker: Worker, ping_s: float, line: Log) -> None:
         super().__init__(b"", 200, SSE_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._job, self._answer, self._worker, self._ping_s = job, answer, worker, ping_s
-        self._line = Log(path, job)
+        self._line = line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self._job, self._worker, receive):
@@ -114,6 +120,7 @@ class EventStream(Response):
                     self._line.end(f"failed: {failure(event.error)}")
                     raise failure(event.error)
                 await body.write(self._encoded(event))
+                self._line.hear(event)
                 if isinstance(event, (Finished, Failed)):
                     await body.close()
                     return

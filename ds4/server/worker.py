@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from ds4.engine import Cancelled, Sampling
 from ds4.engine.sampling import Penalties
@@ -25,12 +27,35 @@ WARM_TOKENS, WARM_DRAWS = 40, 4
 FAILING = 3  # device errors in a row after which the server calls itself unwell
 
 
+@dataclass
+class Times:
+    """When a job was queued, taken up, its prompt read, its answer ended: seconds of a monotonic clock."""
+
+    queued: float = field(default_factory=time.monotonic)
+    taken: float | None = None
+    read: float | None = None
+    ended: float | None = None
+
+    def report(self) -> dict[str, float | None]:
+        """Seconds in the queue, of the prompt, of the answer; None: it did not come to that."""
+        marks = (self.queued, self.taken, self.read, self.ended)
+        spans = (None if a is None or b is None else round(b - a, 4) for a, b in pairwise(marks))
+        return dict(zip(("queued_s", "prefill_s", "decode_s"), spans))
+
+
 class Job:
-    """A request on its way. `cancel` may come from any thread, at any time."""
+    """A request on its way. `cancel` may come from any thread, at any time.
+
+    Attributes:
+        drawn: tokens of the answer so far, the one that ended it too.
+        times: how far it came when.
+    """
 
     def __init__(self, generation: Generation, outbox: Outbox) -> None:
         self.generation, self.outbox = generation, outbox
         self.cancelled = False
+        self.drawn: list[int] = []
+        self.times = Times()
 
 
 def warm_up(engine: ServedEngine) -> None:
@@ -224,10 +249,12 @@ class Worker:
             if not job.outbox.put(event):
                 raise Cancelled
 
+        job.times.taken = time.monotonic()
         if cancelled():
             raise Cancelled
         session = engine.session()
         session.sync(g.prompt_ids, cancelled=cancelled)
+        job.times.read = time.monotonic()
         put(Started())
         text = TextStream(engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops)
         reason = "length"
@@ -235,6 +262,7 @@ class Worker:
             if cancelled():
                 raise Cancelled
             token = session.next(g.sampling, left=g.max_tokens - text.tokens)
+            job.drawn.append(token)
             if token == engine.config.eos_token_id or token in g.ends:
                 reason = "stop"
                 break
@@ -244,6 +272,7 @@ class Worker:
                 break
         for delta in text.finish():
             put(delta)
+        job.times.ended = time.monotonic()
         return Finished(
             "stop" if text.stopped else reason, text.tokens, text.reasoning_tokens, session.report()
         )  # fmt: skip

@@ -22,6 +22,7 @@ from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import listen, make_server
 from ds4.server.request import Limits, Progress, ServedEngine
+from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker
 
 ADDED = (names.BOS, names.EOS, names.PAD, names.SYSTEM, names.USER, names.ASSISTANT, names.THINK, names.END_THINK,
@@ -172,12 +173,14 @@ def serve(
     api_key: str | None = None,
     open_engine: Callable[[Progress], ServedEngine] | None = None,
     wait: bool = True,
+    requests: RequestLog | None = None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
     connections: Connections = {}
     worker = Worker(open_engine or (lambda progress: engine), limits.queue)
-    server = make_server(make_app(worker, limits, api_key, connections), connections, limits, worker.interrupt)
+    app = make_app(worker, limits, api_key, connections, requests)
+    server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

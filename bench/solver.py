@@ -120,7 +120,7 @@ def near(rows: BlockRows, held_T: np.ndarray, lam: float, n_channels: int) -> di
         ("cheapest_gain", Rule(free_sweeps=3, scale="cheapest")),
         ("own_energy_gain", Rule(ridge="own")),
     ):
-        narrow = replace(rule, lambdas=(lam,), refit=False)
+        narrow = replace(rule, lambdas=(lam,), level=0.0, refit=False)
         found = solve_gains(subset, held_T, narrow)
         out[name] = found.held_out_gain
         if name in ("lattice_gain", "own_energy_gain"):

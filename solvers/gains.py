@@ -7,7 +7,17 @@ by Gauss-Seidel over experts with every accepted value on the lattice that files
 expert's own energy: then lambda means so many average experts' worth of doubt, and an expert seen twice stays near 1.
 lambda is chosen on held-out rows alone, and nothing is mounted that does not lower their error by half a percent.
 
-`RECIPE` is the published procedure; `BEST` is what measured better (docs/solver.md). Work is cut into slices of 256
+`RECIPE` is the published procedure; `BEST` is what measured better (docs/solver.md).
+
+Least squares shrinks: where our experts' inputs are no longer the original's, what they add is in part noise, and the
+gains that leave the least error make the block quieter than the original's. Layers above are used to its loudness. So
+BEST solves once more for f**level times what is wanted, f >= 1 being the original's loudness over ours,
+
+    f^2 = sum_i | y_i^orig - ysh_i |^2 / sum_i | sum_k s_ik y_ik |^2        over fitted rows, s of the chosen lambda
+
+with level 1/2, midway between the least error and the original's loudness; the rulers prefer it to both.
+
+Work is cut into slices of 256
 channels whose shapes depend on nothing else, so the bytes do not depend on the number of workers.
 """
 
@@ -35,6 +45,7 @@ CHANNELS = 256  # of a slice: fewer cost Python's time, more leave the cache
 FEWEST = 8  # fitted rows below which an expert's gains stay exactly 1
 LEAST_GAIN = 0.005  # share of held-out error that must go for gains to be mounted
 DECADES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
+MEASURED = ("error on fitted rows", "error on held-out rows", "what the experts add on fitted rows")
 THIRDS = tuple(float(f"{10 ** (i / 3):.3g}") for i in range(-6, 10))  # of a decade, over the same range
 
 
@@ -49,7 +60,8 @@ class Rule:
     scale: how a block's power of two is chosen: `nearest` as the writer does, `cheapest` by cost.
     ridge: `mean` scales it by dbar, `own` by each expert's own energy (a guard's other side; not for use).
     own_level: m is not 1 but the factor that serves the expert best on all of a slice's channels together.
-    refit: once lambda is chosen, held-out rows are fitted too, with the ridge in the same proportion to a row.
+    level: solve again for f**level times what is wanted, once lambda is chosen; 0: as the least error has it.
+    refit: in that second solve held-out rows are fitted too, with the ridge in the same proportion to a row.
     """
 
     lambdas: tuple[float, ...] = DECADES
@@ -58,11 +70,17 @@ class Rule:
     scale: Literal["nearest", "cheapest"] = "nearest"
     ridge: Literal["mean", "own"] = "mean"
     own_level: bool = False
+    level: float = 0.0
     refit: bool = False
+
+    @property
+    def again(self) -> bool:
+        """Whether there is a second solve."""
+        return self.refit or self.level != 0
 
 
 RECIPE = Rule()
-BEST = Rule(THIRDS, free_sweeps=3, scale="cheapest", own_level=True, refit=True)
+BEST = Rule(THIRDS, free_sweeps=3, scale="cheapest", own_level=True, level=0.5, refit=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,8 @@ class GainSolution:
     lam: float
     candidates: tuple[Candidate, ...]
     held_out_before: float  # sum of squared errors over held-out rows, gains of 1
-    held_out_after: float  # before any refit
+    held_out_after: float  # before a second solve
+    louder: float  # f**level; 1 without
     n_fitted: int
     n_held_out: int
     n_untouched: int  # experts with too few fitted rows
@@ -123,7 +142,7 @@ def solve_gains(
         raise UsageError(f"{int(held_out_T.sum())} of {n} rows are held out; some must be, and some must not")
     workers = workers or Workers(1)
     fitted, held = Slots.of(rows, ~held_out_T), Slots.of(rows, held_out_T)
-    n_slices = -(-rows.width // CHANNELS) * (1 + rule.refit)
+    n_slices = -(-rows.width // CHANNELS) * (1 + rule.again)
     done: list[int] = []
 
     def note() -> None:
@@ -137,16 +156,20 @@ def solve_gains(
         return found
 
     parts = workers.map(search, rows.width, CHANNELS)
-    errors = np.sum([e for _, e in parts], axis=0)  # [1 + lambdas, (fitted, held-out)], summed in order of channels
+    errors = np.sum([e for _, e in parts], axis=0)  # [1 + lambdas, MEASURED], summed in order of channels
     best = int(np.argmin(errors[1:, 1]))  # the smallest lambda of equals
     lam = rule.lambdas[best]
-    if rule.refit:
-        everything = Slots.of(rows, np.ones(n, np.bool_))
-        scaled = lam * len(fitted.rows_T) / n
+    louder = _louder(errors[0, 2], errors[1 + best, 2]) ** rule.level
+    if rule.again:
+        wanted = Slots.of(rows, np.ones(n, np.bool_)) if rule.refit else fitted
+        scaled = lam * len(fitted.rows_T) / len(wanted.rows_T)
 
         def again(channels: slice) -> Float:
-            part = read_slice(rows, everything, channels)
-            delta_EC, _ = _solve(part, scaled, pull_of(part, rule), rule)
+            part = read_slice(rows, wanted, channels)
+            kind = part.residual_TC.dtype.type
+            pull_E = (1 + pull_of(part, rule)) * kind(louder) - 1
+            part.residual_TC += wanted_of(part) * kind(louder - 1)
+            delta_EC, _ = _solve(part, scaled, pull_E, rule)
             note()
             return delta_EC
 
@@ -163,10 +186,22 @@ def solve_gains(
         ),
         held_out_before=float(errors[0, 1]),
         held_out_after=float(errors[1 + best, 1]),
+        louder=louder,
         n_fitted=len(fitted.rows_T),
         n_held_out=len(held.rows_T),
         n_untouched=int((fitted.counts_E < FEWEST).sum()),
     )
+
+
+def _louder(wanted: float, ours: float) -> float:
+    """f: the original's loudness over ours, from sums of squares; 1 where ours is louder or silent."""
+    return max(1.0, float(np.sqrt(wanted / ours))) if ours > 0 else 1.0
+
+
+def wanted_of(part: Slice) -> Float:
+    """What the experts together should add, [T, C]: the original's output less the shared expert's."""
+    added_TC = part.residual_TC - residual_of(part, np.ones_like(part.energy_EC))
+    return np.asarray(part.residual_TC + added_TC)
 
 
 def ridge_of(part: Slice, lam: float, rule: Rule) -> Float:
@@ -211,14 +246,19 @@ def _solve(part: Slice, lam: float, pull_E: Float, rule: Rule) -> tuple[Float, F
 def _search(
     rows: BlockRows, fitted: Slots, held: Slots, channels: slice, rule: Rule
 ) -> tuple[Float, NDArray[np.float64]]:
-    """Every lambda on a slice: deltas [lambdas, E, C]; squared errors [1 + lambdas, 2], gains of 1 first."""
+    """Every lambda on a slice: deltas [lambdas, E, C]; sums of squares [1 + lambdas, MEASURED].
+
+    The first row's are of gains of 1, with the energy that is wanted in place of what is added.
+    """
     part, unseen = read_slice(rows, fitted, channels), read_slice(rows, held, channels)
     pull_E = pull_of(part, rule)
-    errors = [(squares(part.residual_TC).sum(), squares(unseen.residual_TC).sum())]
+    wanted_TC = wanted_of(part)
+    errors = [tuple(squares(a).sum() for a in (part.residual_TC, unseen.residual_TC, wanted_TC))]
     deltas = []
     for lam in rule.lambdas:
         delta_EC, left_TC = _solve(part, lam, pull_E, rule)
-        errors.append((squares(left_TC).sum(), squares(residual_of(unseen, delta_EC)).sum()))
+        measured = (left_TC, residual_of(unseen, delta_EC), wanted_TC - left_TC)
+        errors.append(tuple(squares(a).sum() for a in measured))
         deltas.append(delta_EC)
     return np.stack(deltas), np.array(errors)
 

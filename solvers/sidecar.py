@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from ds4.teacher.run import Teacher
 from solvers.bias import BiasSolution, solve_bias
 from solvers.capture import Captured, Captures
 from solvers.fixture import Fixture, Target
-from solvers.gains import BEST, RECIPE, GainSolution, Rule, solve_gains
+from solvers.gains import BEST, LEAST_GAIN, RECIPE, GainSolution, Rule, solve_gains
 from solvers.rows import BlockRows
 from solvers.windows import held_out
 from solvers.workfolder import WorkFolder, finished
@@ -60,13 +60,19 @@ MOUNTED_WITHIN = 1e-5  # of a slot's largest value: factors and base gains multi
 
 @dataclass(frozen=True)
 class Way:
-    """How a layer is solved: the rule for gains, and how often the bias is repeated on scores biased so far."""
+    """How a layer is solved.
+
+    gains: the rule for gains. bias_rounds: how often the bias is repeated on scores biased so far.
+    least_bias_gain: share of the block's held-out error that a bias must take away to stay; None: it stays if more
+        rows get the original's experts, whatever the block does.
+    """
 
     gains: Rule
     bias_rounds: int
+    least_bias_gain: float | None = None
 
 
-WAYS = {"recipe": Way(RECIPE, 1), "best": Way(BEST, 4)}
+WAYS = {"recipe": Way(RECIPE, 1), "best": Way(BEST, 4, LEAST_GAIN)}
 
 
 def solve_sidecar(
@@ -137,7 +143,8 @@ def to_json(manifest: Mapping[str, Any]) -> str:
 def _head(fixture: Fixture, about: Mapping[str, Any], way: str) -> dict[str, Any]:
     h = fixture.head
     kept = {name: h[name] for name in ("model", "arithmetic", "domain", "split", "dtype", "tokens", "text")}
-    return {"format": 1, **about, **kept, "way": way}
+    rule = json.loads(json.dumps(asdict(WAYS[way])))  # as it reads back, so that a changed rule is another job
+    return {"format": 1, **about, **kept, "way": way, "rule": rule}
 
 
 def _within(progress: Progress | None, layer: int, config: Any) -> Callable[[float], None]:
@@ -167,13 +174,11 @@ class _Layer:
         found = self._capture(0.0)
         shares = {"sums": found.sums, "sets": found.sets, "original_routing": routing}
         errors = {"before": block_error(found, target.output_TD, self.held_T)}
-        bias = solve_bias(found.scores_TE, target.picks_Tk, self.held_T, self.way.bias_rounds)
         files: dict[str, str] = {}
-        if bias.mounted:
-            path = bias_path(self.work.folder, self.layer)
-            files[path.name] = self.work.put(path.name, encode_bias(bias.delta_E), lambda p: self._same_bias(p, bias))
-            self.captures.mount(self.work.folder)
-            found = self._capture(0.25)  # its check tells whether the kernel chooses by the bias
+        bias = solve_bias(found.scores_TE, target.picks_Tk, self.held_T, self.way.bias_rounds)
+        tried = bias.mounted
+        if tried:
+            found, bias = self._biased(found, target, bias, files, errors["before"])
         errors["with_bias"] = block_error(found, target.output_TD, self.held_T)
         E = self.captures.engine.config.n_routed_experts
         rows = BlockRows(found.slots_TKD, found.picks_TK, found.shared_TD, target.output_TD, E)
@@ -190,9 +195,27 @@ class _Layer:
         self.tell(1.0)
         errors["with_gains"] = gains.held_out_after if gains.mounted else errors["with_bias"]
         return {
-            "layer": self.layer, "shares": shares, "held_out_error": errors, "bias": _bias_record(bias),
+            "layer": self.layer, "shares": shares, "held_out_error": errors, "bias": _bias_record(bias, tried),
             "gains": _gains_record(gains), "files": files,
         }  # fmt: skip
+
+    def _biased(
+        self, found: Captured, target: Target, bias: BiasSolution, files: dict[str, str], before: float
+    ) -> tuple[Captured, BiasSolution]:
+        """Mount the bias and capture again; what was found before, and the bias unmounted, if that is not better."""
+        path = bias_path(self.work.folder, self.layer)
+        mark = self.work.put(path.name, encode_bias(bias.delta_E), lambda p: self._same_bias(p, bias))
+        self.captures.mount(self.work.folder)
+        again = self._capture(0.25)  # its check tells whether the kernel chooses by the bias
+        least = self.way.least_bias_gain
+        if least is None or block_error(again, target.output_TD, self.held_T) < (1 - least) * before:
+            files[path.name] = mark
+            return again, bias
+        self.work.drop(path.name)
+        self.captures.mount(self.work.folder)
+        return found, replace(
+            bias, delta_E=np.zeros_like(bias.delta_E), alpha=0.0, rounds=0, same_set_after=bias.same_set
+        )
 
     def _capture(self, start: float) -> Captured:
         return self.captures.layer(self.layer, progress=lambda done, n: self.tell(start + 0.25 * done / n))
@@ -247,17 +270,18 @@ def block_error(found: Captured, output_TD: F32, wanted_T: Mask) -> float:
     return total
 
 
-def _bias_record(bias: BiasSolution) -> dict[str, Any]:
+def _bias_record(bias: BiasSolution, tried: bool) -> dict[str, Any]:
     return {
-        "written": bias.mounted, "alpha": bias.alpha, "rounds": bias.rounds, "same_set": bias.same_set,
-        "same_set_after": bias.same_set_after, "armed": bias.n_armed, "events": bias.n_events,
+        "written": bias.mounted, "tried": tried, "alpha": bias.alpha, "rounds": bias.rounds,
+        "same_set": bias.same_set, "same_set_after": bias.same_set_after, "armed": bias.n_armed,
+        "events": bias.n_events,
         "by_alpha": [{"alpha": a, "same_set": share} for a, share in bias.by_alpha],
     }  # fmt: skip
 
 
 def _gains_record(gains: GainSolution) -> dict[str, Any]:
     return {
-        "written": gains.mounted, "lambda": gains.lam, "held_out_gain": gains.held_out_gain,
+        "written": gains.mounted, "lambda": gains.lam, "louder": gains.louder, "held_out_gain": gains.held_out_gain,
         "fitted_rows": gains.n_fitted, "untouched_experts": gains.n_untouched,
         "by_lambda": [{"lambda": c.lam, "fitted": c.fitted, "held_out": c.held_out} for c in gains.candidates],
     }  # fmt: skip
@@ -272,6 +296,7 @@ def describe(record: Mapping[str, Any]) -> str:
     same = f"experts as the original's {bias['same_set']:.1%}"
     same += f" -> {bias['same_set_after']:.1%} (alpha {bias['alpha']:g})" if bias["written"] else ", no bias"
     found = f"{gains['held_out_gain']:.2%} of the held-out error (lambda {gains['lambda']:g})"
+    found += f", made {gains['louder']:.3f} times as loud" if gains["louder"] != 1 else ""
     found = f"gains take {found}" if gains["written"] else f"no gains: they would take {found}"
     whole = 1 - error["with_gains"] / error["before"] if error["before"] else 0.0
     return f"layer {record['layer']:02d}: {same}; {found}; in all {whole:.2%}"
@@ -285,7 +310,7 @@ def report(manifest: Mapping[str, Any]) -> str:
         f"tokens of its {manifest['split']} slice,\n{manifest['held_out_rows']:,} of them held out; fingerprint "
         f"{manifest['fingerprint']}. Figures are of held-out rows, each layer with those\nbefore it mounted.\n"
     )
-    lines = [head, "layer   same experts, before   after   alpha    lambda   gains take   in all"]
+    lines = [head, "layer   same experts, before   after   alpha    lambda   gains take   in all   louder"]
     for record in layers:
         bias, gains, error = record["bias"], record["gains"], record["held_out_error"]
         whole = 1 - error["with_gains"] / error["before"] if error["before"] else 0.0
@@ -293,7 +318,7 @@ def report(manifest: Mapping[str, Any]) -> str:
         lam = f"{gains['lambda']:g}" if gains["written"] else "-"
         lines.append(
             f"   {record['layer']:02d}   {bias['same_set']:>20.2%}  {bias['same_set_after']:>6.2%}   {alpha:>5}  "
-            f"{lam:>8}  {gains['held_out_gain']:>11.2%}  {whole:>7.2%}"
+            f"{lam:>8}  {gains['held_out_gain']:>11.2%}  {whole:>7.2%}  {gains['louder']:>7.3f}"
         )
     with_bias = sum(r["bias"]["written"] for r in layers)
     with_gains = sum(r["gains"]["written"] for r in layers)

@@ -39,6 +39,7 @@ RULES = {
     "rounded": Rule(free_sweeps=3, lattice_sweeps=0),
     "own level": Rule(own_level=True),
     "refit": Rule(refit=True),
+    "level": Rule(level=1.0),
 }
 
 
@@ -118,7 +119,7 @@ def test_what_is_reported_is_what_the_gains_do(name: str) -> None:
     found = solve_gains(m.rows, m.held_out_T, RULES[name])
     ones = np.ones_like(found.s_ED)
     assert np.isclose(found.held_out_before, error(m.rows, ones, m.held_out_T), rtol=1e-5)
-    if not RULES[name].refit:
+    if not RULES[name].again:
         assert np.isclose(found.held_out_after, error(m.rows, found.s_ED, m.held_out_T), rtol=1e-5)
         fitted = error(m.rows, found.s_ED, ~m.held_out_T) / error(m.rows, ones, ~m.held_out_T)
         assert np.isclose(next(c.fitted for c in found.candidates if c.lam == found.lam), fitted, rtol=1e-5)
@@ -162,6 +163,32 @@ def test_a_refit_keeps_the_ridge_of_the_search() -> None:
     assert np.array_equal(found.s_ED, 1 + delta)
     fitted = read_slice(m.rows, Slots.of(m.rows, ~m.held_out_T), slice(0, m.rows.width))
     assert np.allclose(ridge, ridge_of(fitted, 10.0, RECIPE), rtol=0.1)
+
+
+def test_a_second_solve_is_as_loud_as_it_should_be() -> None:
+    """Noise makes the least error quieter than what is wanted; level 1 restores the loudness, level 1/2 half of it.
+
+    The direction stays: what is added correlates with what is wanted as before, but for the lattice.
+    """
+    m = made(noise=2.0)
+    fitted = ~m.held_out_T
+    picks, u = m.rows.picks_TK[fitted], m.rows.y_TKD[fitted]
+    wanted = (m.rows.target_TD - m.rows.ysh_TD)[fitted].astype(np.float64)
+    loudness, alike = [], []
+    for level in (0.0, 0.5, 1.0):
+        found = solve_gains(m.rows, m.held_out_T, Rule(free_sweeps=20, level=level))
+        added = (u * found.s_ED[picks]).sum(axis=1, dtype=np.float64)
+        loudness.append(float(np.sqrt(np.square(added).sum() / np.square(wanted).sum())))
+        alike.append(float((added * wanted).sum() / np.sqrt(np.square(added).sum() * np.square(wanted).sum())))
+        assert np.isclose(found.louder, loudness[0] ** -level, rtol=1e-5)
+    assert loudness[0] < 0.9
+    # a factor of 1.5 lies between two values of the lattice, which no single step leaves
+    assert np.allclose(loudness[1:], [loudness[0] ** 0.5, 1.0], rtol=0.03)
+    assert np.allclose(alike, alike[0], rtol=0.01)
+
+
+def test_a_block_that_is_too_loud_is_not_made_louder() -> None:
+    assert gains._louder(1.0, 4.0) == 1.0 and gains._louder(4.0, 1.0) == 2.0 and gains._louder(1.0, 0.0) == 1.0
 
 
 def test_nothing_to_gain_is_not_mounted() -> None:
@@ -244,13 +271,13 @@ def same(a: GainSolution, b: GainSolution) -> bool:
     return np.array_equal(a.s_ED, b.s_ED) and replace(a, s_ED=b.s_ED) == b
 
 
-@pytest.mark.parametrize("name", ["recipe", "best", "refit"])
+@pytest.mark.parametrize("name", ["recipe", "best", "refit", "level"])
 def test_same_bytes_for_any_number_of_workers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gains, "CHANNELS", 32)
     m = made(width=160)
     seen: list[tuple[int, int]] = []
     one = solve_gains(m.rows, m.held_out_T, RULES[name], progress=lambda *a: seen.append(a))
-    n_slices = 10 if RULES[name].refit else 5
+    n_slices = 10 if RULES[name].again else 5
     assert seen == [(i + 1, n_slices) for i in range(n_slices)]
     for count in (2, 3):
         with Workers(count) as workers:

@@ -23,7 +23,7 @@ from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint
 from solvers import sidecar, workfolder
 from solvers.capture import Captures
 from solvers.fixture import Fixture
-from solvers.gains import solve_gains
+from solvers.gains import RECIPE, solve_gains
 from solvers.rows import BlockRows
 from solvers.windows import held_out
 from tests.engine.conftest import bases, fast_device  # noqa: F401 - fixtures
@@ -102,6 +102,21 @@ def test_what_the_manifest_says(engine: Engine, fixture: Fixture, solved: tuple[
     Engine.open(engine.base.path, engram_dir=ROOT / "tests/data" / NAME, device=engine.device, zchain=out)
 
 
+def test_a_bias_that_does_not_serve_the_block_is_taken_off(
+    engine: Engine, fixture: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a threshold that no bias reaches: what a solve without biases gives, and the manifest tells."""
+    ways = {"strict": sidecar.Way(RECIPE, 1, 1.0), "none": sidecar.Way(RECIPE, 0)}
+    monkeypatch.setattr(sidecar, "WAYS", ways)
+    strict, none = (solve(engine, fixture, tmp_path / way, way=way) for way in ways)
+    bins = [{n: d for n, d in files(tmp_path / way).items() if n.endswith(".bin")} for way in ways]
+    assert bins[0] == bins[1] and not any(n.startswith("rb") for n in bins[0])
+    tried = [r["bias"] for r in strict["layers"] if r["bias"]["tried"]]
+    assert tried and not any(b["written"] or b["alpha"] for b in tried)
+    assert not any(r["bias"]["tried"] for r in none["layers"])
+    assert all(r["held_out_error"]["with_bias"] == r["held_out_error"]["before"] for r in strict["layers"])
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -158,7 +173,7 @@ def test_a_finished_folder_is_used_and_another_is_refused(
         (copy / name).write_bytes(data)
     said: list[str] = []
     assert solve(engine, fixture, copy, said.append) == manifest and said == []
-    with pytest.raises(UsageError, match=r"holds another sidecar \(way differ\)"):
+    with pytest.raises(UsageError, match=r"holds another sidecar \(way, rule differ\)"):
         solve(engine, fixture, copy, way="best")
     name = next(n for r in manifest["layers"] for n in r["files"])
     (copy / name).write_bytes(b"no")

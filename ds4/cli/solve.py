@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     s.add_argument(
         "--length", type=int, default=LENGTH, metavar="N", help=f"in windows of at most N tokens (default {LENGTH})"
     )
-    s.add_argument("--way", choices=tuple(WAYS), default="recipe", help="how a layer is solved")
+    s.add_argument("--way", choices=tuple(WAYS), default="best", help="how a layer is solved")
     s.add_argument(
         "--fixture-dtype", choices=DTYPES, default="f32", help="how the original's inputs and outputs are kept"
     )

@@ -29,6 +29,7 @@ COMMANDS = {
     "sidecar": "ds4.cli.sidecar",
     "ruler": "ds4.cli.ruler",
     "solve": "ds4.cli.solve",
+    "forget": "ds4.cli.forget",
 }
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "sidecar": "ds4.cli.sidecar",
     "ruler": "ds4.cli.ruler",
     "solve": "ds4.cli.solve",
+    "posttrain": "ds4.cli.posttrain",
     "forget": "ds4.cli.forget",
 }
 

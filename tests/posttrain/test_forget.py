@@ -78,9 +78,16 @@ def test_quotes_elsewhere_go_too(log: Path, tmp_path: Path, capsys: pytest.Captu
     for name in ("rejected/2026-11-29", "snapshots"):
         (home / name).mkdir(parents=True)
     keep = {"given": "An answer of somebody else.", "wanted": "Another one of his."}
-    quoting = [{"request_id": ONE, "edit": {"replace": "a", "with": "b"}}, {"given": ANSWER, "wanted": "No."}]
+    quoting: list[dict[str, Any]] = [
+        {"request_id": ONE, "edit": {"replace": "a", "with": "b"}},
+        {"given": ANSWER, "wanted": "No."},
+    ]
     (log / "corrections.jsonl").write_bytes(b"".join(row_bytes(r) for r in [keep, *quoting]))
-    points = [{"kind": "points"}, {"prompt_ids": [1, 2], "texts_sha256": digests([SECRET])}, {"prompt_ids": [3]}]
+    points: list[dict[str, Any]] = [
+        {"kind": "points"},
+        {"prompt_ids": [1, 2], "texts_sha256": digests([SECRET])},
+        {"prompt_ids": [3]},
+    ]
     (home / "snapshots" / "points.jsonl").write_bytes(b"".join(row_bytes(p) for p in points))
     (home / "snapshots" / "only.jsonl").write_bytes(row_bytes({"request_id": ONE}))
     report = {

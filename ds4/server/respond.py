@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -76,12 +77,14 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, line
         try:
             while True:
                 for event in await job.outbox.take():
-                    line.hear(event)
                     if isinstance(event, Delta):
+                        line.hear(event)
                         deltas.append(event)
                     elif isinstance(event, Finished):
                         line.end(event.reason, event.tokens)
-                        return json_response(answer.whole(deltas, event))
+                        response = json_response(answer.whole(deltas, event))
+                        response.background = BackgroundTask(line.hear, event)  # when the answer has left
+                        return response
                     elif isinstance(event, Failed):
                         line.end(f"failed: {failure(event.error)}")
                         raise failure(event.error)

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from ds4.cli.serve import parse
+from ds4.cli.serve import parse, run
 from ds4.errors import UsageError
-from ds4.posttrain.log import append, day_file, days, locked, parse_day, prune, read_file
+from ds4.posttrain.log import append, day_file, days, locked, parse_day, prune, read_day, read_file
 from ds4.server.request import Limits
 from ds4.server.requests_log import RequestLog
 from tests.server.standin import BOS, EOS, StandIn, events, ids_of, serve, until
@@ -220,6 +220,8 @@ def test_a_row_that_a_dead_machine_cut_spoils_no_other(folder: Path) -> None:
     assert [r.id for r in found] == ["a", "c"] and [r.line for r in found] == [1, 3]
     assert [p.line for p in problems] == [2] and "no JSON" in problems[0].reason
     assert mode(day_file(folder, day)) == 0o600  # it was not, before
+    assert read_day(folder, day) == (found, problems)
+    assert read_day(folder, day + timedelta(days=1)) == ([], [])
 
 
 def test_days_end_at_midnight_and_old_ones_go(folder: Path) -> None:
@@ -278,6 +280,8 @@ def test_a_folder_that_cannot_be_one_is_refused(folder: Path, tmp_path: Path) ->
         RequestLog(tmp_path / "file", 30)
     with pytest.raises(UsageError, match="none"):
         RequestLog(tmp_path / "none" / "below", 30)
+    with pytest.raises(UsageError, match="chmod 700"):  # the server does not begin
+        run(["-m", str(tmp_path / "x.gguf"), "--port", "0", "--log-requests", str(folder)])
     assert not (tmp_path / "none").exists()
 
 

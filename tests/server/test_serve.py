@@ -16,6 +16,7 @@ import pytest
 
 from ds4.cli.serve import parse, run
 from ds4.errors import CapacityError, Ds4Error, UsageError
+from ds4.posttrain.log import read_log
 from ds4.server.listen import is_loopback, listen
 from tests.base.toys import toy_base, toy_dir
 
@@ -145,7 +146,8 @@ def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: 
     """The whole program, with SIGTERM as its end."""
     monkeypatch.undo()  # the kernel cache lies in the home folder
     base = toy_base("oracle-a", bits=6)
-    process = launch(tmp_path, "-m", str(base), "--engram-dir", str(toy_dir("oracle-a")), "--api-key", "k")
+    flags = ["--api-key", "k", "--log-requests", str(tmp_path / "log")]
+    process = launch(tmp_path, "-m", str(base), "--engram-dir", str(toy_dir("oracle-a")), *flags)
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
@@ -165,6 +167,7 @@ def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: 
         _, rest = process.communicate(timeout=60)
         assert process.returncode == 0, rest
         assert rest.splitlines()[-1].endswith("stopped")
+        assert list(read_log(tmp_path / "log")) == [answer.json()["id"]]
     finally:
         process.kill()
     with socket.socket() as sock:

@@ -175,7 +175,7 @@ def _check_tokens(
     end = max(begin + len(_bytes(part[p : p + 1], tokenizer)) for part in (drawn, wanted))
     for answer in (c.given, c.wanted):
         for first, last in _markup(answer, tokenizer):
-            if begin < len(before) + last and max(end, begin + 1) > len(before) + first:
+            if begin < len(before) + last and end > len(before) + first:
                 inside = answer.encode()[first:last].decode()
                 raise NoDecision(f"decides inside markup, {inside!r:.60}")
     if p == len(wanted):

@@ -26,14 +26,13 @@ ID = re.compile(r"[A-Za-z0-9_-]{8,128}")  # what can be an id: a word that is fo
 
 
 def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """What was said in a request of the log, or in a correction, whatever its length; no system messages."""
+    """What was said in a request, whatever its length; no system messages."""
     messages = row.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") != "system":
             yield from _strings({key: value for key, value in message.items() if key != "role"})
-    for name in ("prompt", "given", "wanted"):
-        if isinstance(row.get(name), str):
-            yield row[name]
+    if isinstance(row.get("prompt"), str):
+        yield row["prompt"]
     if isinstance(row.get("answer"), Mapping):
         yield from _strings(row["answer"])
 

@@ -145,6 +145,15 @@ def test_a_quote_is_found_when_the_row_is_gone_already(log: Path, capsys: pytest
     assert ONE.encode() not in everything(log)
 
 
+def test_a_completion_is_quoted_by_its_prompt(log: Path) -> None:
+    id = "cmpl-" + "d" * 24
+    append(log, NEXT, [row_bytes({"id": id, "prompt": SECRET, "answer": {"content": "Yes."}})])
+    append(log, NEXT, [row_bytes({"id": id + "e", "prompt": [1, 2, 3], "answer": {"content": "Yes."}})])
+    (log / "notes.txt").write_text(f"He said: {SECRET}\n")
+    forget(log, ids=[id, id + "e"])
+    assert (log / "notes.txt").read_text() == "He said: [forgotten]\n"
+
+
 def test_a_torn_row_with_the_id_goes(log: Path) -> None:
     with open(day_file(log, DAY), "ab") as f:
         f.write(b'{"id":"' + ONE.encode() + b'","messages":[{"content":"My brot')
@@ -154,8 +163,8 @@ def test_a_torn_row_with_the_id_goes(log: Path) -> None:
 
 def test_what_cannot_be_edited_is_named(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (log / "dump.npy").write_bytes(b"\x93NUMPY\0" + ONE.encode() + b"\xff")
-    said = refused(capsys, 1, "forget", "--log", log, "--request", ONE)
-    assert "dump.npy: quotes a request" in said and ONE not in read_log(log)
+    said = refused(capsys, 1, "forget", "--log", log, "--request", ONE, "--also", log)
+    assert said.count("dump.npy: quotes a request") == 1 and ONE not in read_log(log)
 
 
 def test_links_are_not_followed(log: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ds4.errors import Ds4Error, UsageError
 from ds4.model.tokenizer import Tokenizer
 from ds4.posttrain.corrections import read_corrections
 from ds4.posttrain.decisions import decisions
-from ds4.posttrain.log import Problem, existing_folder, read_log
+from ds4.posttrain.log import Problem, existing_folder
 from ds4.posttrain.points import Point, score_points, write_points
 from ds4.teacher.files import check_output
 from ds4.teacher.source import BaseSource
@@ -58,7 +58,7 @@ def points(args: argparse.Namespace) -> int:
         raise UsageError(f"--score-split {args.score_split}: must be at least 1, a prompt's first token is prefilled")
     if out.exists() and Path(args.corrections).exists() and out.samefile(args.corrections):
         raise UsageError(f"{out}: is the file of corrections; name another one to write")
-    log = None if args.log is None else read_log(existing_folder(args.log))
+    log = None if args.log is None else existing_folder(args.log)
     given = read_corrections(args.corrections, log)
     if args.model is None:
         with progress_bar("making the embedded model's base") as progress:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ds4.checkpoint.files import require_regular
 from ds4.errors import FileFormatError
-from ds4.posttrain.log import Logged, Problem, parse_row
+from ds4.posttrain.log import Logged, Problem, parse_row, read_log
 
 KEYS = ("messages", "given", "wanted", "edit", "request_id", "thinking", "effort", "reasoning", "note")
 # UTF-32's mark begins with UTF-16's
@@ -65,11 +65,11 @@ class Corrections:
     sha256: str
 
 
-def read_corrections(path: str | Path, log: Mapping[str, Logged] | None = None) -> Corrections:
+def read_corrections(path: str | Path, log: Path | None = None) -> Corrections:
     """The corrections of a file; empty lines count for nothing.
 
     Args:
-        log: logged requests by their id.
+        log: the folder of the log that has the requests which they name.
 
     Raises:
         FileFormatError: it cannot be read, is in another encoding, or has no row at all.
@@ -89,18 +89,27 @@ def read_corrections(path: str | Path, log: Mapping[str, Logged] | None = None) 
         raise FileFormatError(
             f"{path}: has zero bytes, as UTF-16 has; corrections are JSON lines in UTF-8, convert it"
         )
-    rows: list[Correction] = []
+    parsed: list[tuple[int, dict[str, Any]]] = []
     problems: list[Problem] = []
     for n, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             try:
-                rows.append(_correction(n, parse_row(line), log))
+                parsed.append((n, parse_row(line)))
             except ValueError as e:
                 problems.append(Problem(n, str(e)))
-            except RecursionError:  # not deep enough for the JSON reader, too deep for us
-                problems.append(Problem(n, "is nested too deep"))
-    if not rows and not problems:
+    if not parsed and not problems:
         raise FileFormatError(f"{path}: has no corrections; it needs a JSON object a line")
+    named = {row["request_id"] for _, row in parsed if isinstance(row.get("request_id"), str)}
+    known = None if log is None else read_log(log, named)
+    rows: list[Correction] = []
+    for n, row in parsed:
+        try:
+            rows.append(_correction(n, row, known))
+        except ValueError as e:
+            problems.append(Problem(n, str(e)))
+        except RecursionError:  # not deep enough for the JSON reader, too deep for us
+            problems.append(Problem(n, "is nested too deep"))
+    problems.sort(key=lambda p: p.line)
     return Corrections(tuple(rows), tuple(problems), hashlib.sha256(data).hexdigest())
 
 

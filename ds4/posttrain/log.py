@@ -16,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -172,30 +172,35 @@ def prune(folder: Path, today: date, keep_days: int) -> list[Path]:
     return gone
 
 
-def read_file(path: Path) -> tuple[list[Logged], list[Problem]]:
-    """The requests of a day's file, and the lines of it that are none.
+def lines_of(path: Path) -> Iterator[Logged | Problem]:
+    """The requests of a day's file, and the lines of it that are none; a line in memory at a time.
 
     Raises:
         FileFormatError: it cannot be read.
     """
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as f:
+            for n, line in enumerate(f, start=1):
+                if line.strip():
+                    yield _logged(path, n, line.removesuffix(b"\n"))
     except OSError as e:
         raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
-    rows: list[Logged] = []
-    problems: list[Problem] = []
-    for n, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_row(line)
-            if not isinstance(row.get("id"), str) or not row["id"]:
-                raise ValueError("has no id")
-        except ValueError as e:
-            problems.append(Problem(n, str(e)))
-        else:
-            rows.append(Logged(path, n, row))
-    return rows, problems
+
+
+def _logged(path: Path, n: int, line: bytes) -> Logged | Problem:
+    try:
+        row = parse_row(line)
+    except ValueError as e:
+        return Problem(n, str(e))
+    if not isinstance(row.get("id"), str) or not row["id"]:
+        return Problem(n, "has no id")
+    return Logged(path, n, row)
+
+
+def read_file(path: Path) -> tuple[list[Logged], list[Problem]]:
+    """`lines_of` in one go, requests and problems apart."""
+    found = list(lines_of(path))
+    return [x for x in found if isinstance(x, Logged)], [x for x in found if isinstance(x, Problem)]
 
 
 def read_day(folder: Path, day: date) -> tuple[list[Logged], list[Problem]]:
@@ -204,9 +209,10 @@ def read_day(folder: Path, day: date) -> tuple[list[Logged], list[Problem]]:
     return read_file(path) if path.exists() else ([], [])
 
 
-def read_log(folder: Path) -> dict[str, Logged]:
-    """All requests of a log by their id."""
-    return {logged.id: logged for path in days(folder).values() for logged in read_file(path)[0]}
+def read_log(folder: Path, ids: Collection[str] | None = None) -> dict[str, Logged]:
+    """Requests of a log by their id: those of `ids`, or all."""
+    rows = (x for path in days(folder).values() for x in lines_of(path) if isinstance(x, Logged))
+    return {x.id: x for x in rows if ids is None or x.id in ids}
 
 
 def parse_row(line: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class RequestLog:
         make_folder(folder)
         self._folder, self._keep_days, self._clock, self._most = folder, keep_days, clock, most_waiting_bytes
         self._change = threading.Condition()
-        self._waiting: list[tuple[Exchange, Finished]] = []
+        self._waiting: list[tuple[date, Exchange, Finished]] = []
         self._bytes = 0
         self._stopping = False
         self._pruned: date | None = None  # the day of the last look
@@ -120,7 +121,7 @@ class RequestLog:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                log.warning("request log: the disk does not take the last %d rows", len(self._waiting))
+                log.warning("request log: %s does not take the last rows in time; they are lost", self._folder)
 
     def put(self, exchange: Exchange, end: Finished) -> None:
         """A request is finished. With too much waiting for the disk its row is lost, and counted."""
@@ -129,7 +130,7 @@ class RequestLog:
                 first = self._lost(1, f"{self._bytes} bytes of requests wait for the disk")
             else:
                 first = False
-                self._waiting.append((exchange, end))
+                self._waiting.append((self._clock().date(), exchange, end))
                 self._bytes += exchange.size
                 self._change.notify_all()
         if first:
@@ -158,20 +159,23 @@ class RequestLog:
             if batch:
                 self._write(batch)
 
-    def _write(self, batch: list[tuple[Exchange, Finished]]) -> None:
-        """All that waited, in one go: one lock and one forced write, however many there are."""
-        rows = []
-        for exchange, end in batch:
-            try:
-                rows.append(row_bytes(exchange.row(end)))
-            except Exception:  # ours to mend; the other rows are none the worse
-                log.exception("request log: the row of %s could not be made", exchange.id)
-                with self._change:
-                    self._counts["lost"] += 1
-        if not rows:
-            return
+    def _write(self, batch: list[tuple[date, Exchange, Finished]]) -> None:
+        """All that waited, a day at a time: one lock and one forced write, however many rows there are."""
+        for day, group in groupby(batch, key=lambda waiting: waiting[0]):
+            rows = []
+            for _, exchange, end in group:
+                try:
+                    rows.append(row_bytes(exchange.row(end)))
+                except Exception:  # ours to mend; the other rows are none the worse
+                    log.exception("request log: the row of %s could not be made", exchange.id)
+                    with self._change:
+                        self._counts["lost"] += 1
+            if rows:
+                self._append(day, rows)
+
+    def _append(self, day: date, rows: list[bytes]) -> None:
         try:
-            append(self._folder, self._clock().date(), rows)
+            append(self._folder, day, rows)
         except OSError as e:
             with self._change:
                 first = self._lost(len(rows), e.strerror or str(e))

@@ -59,6 +59,10 @@ class Log:
         if self._exchange is not None:
             self._exchange.hear(event)
 
+    async def heard(self, event: Event) -> None:
+        """`hear`, for what awaits it: on the loop, so that requests come in the order of their answers."""
+        self.hear(event)
+
     def end(self, how: str, tokens: int | None = None) -> None:
         size = len(self._job.generation.prompt_ids)
         out = "" if tokens is None else f"+{tokens}"
@@ -83,7 +87,7 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, line
                     elif isinstance(event, Finished):
                         line.end(event.reason, event.tokens)
                         response = json_response(answer.whole(deltas, event))
-                        response.background = BackgroundTask(line.hear, event)  # when the answer has left
+                        response.background = BackgroundTask(line.heard, event)  # when the answer has left
                         return response
                     elif isinstance(event, Failed):
                         line.end(f"failed: {failure(event.error)}")

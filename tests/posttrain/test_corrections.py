@@ -11,7 +11,7 @@ import pytest
 
 from ds4.errors import FileFormatError
 from ds4.posttrain.corrections import Correction, Corrections, read_corrections
-from ds4.posttrain.log import append, read_log, row_bytes
+from ds4.posttrain.log import append, row_bytes
 
 MESSAGES = [{"role": "user", "content": "What time is it?"}]
 ID = "chatcmpl-" + "a" * 24
@@ -21,7 +21,7 @@ def read(tmp_path: Path, *rows: object, log: Path | None = None) -> Corrections:
     """Rows: objects, or lines as bytes."""
     path = tmp_path / "corrections.jsonl"
     path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
-    return read_corrections(path, None if log is None else read_log(log))
+    return read_corrections(path, log)
 
 
 def whole(**more: object) -> dict[str, Any]:

@@ -232,7 +232,15 @@ def test_days_end_at_midnight_and_old_ones_go(folder: Path) -> None:
         (folder / name).write_text("{}\n")
     (folder / ".requests-2026-11-01.jsonl.new").write_text("left by a rewrite that was killed")
     (folder / "requests-2026-11-01.jsonl").symlink_to(folder / "notes.txt")
-    with serve(StandIn(ids_of("ok")), requests=RequestLog(folder, 2, clock=lambda: at[0])) as served:
+
+    def clock() -> datetime:
+        if threading.current_thread().name != "ds4-requests-log":
+            ended.append(at[0].day)
+        return at[0]
+
+    keep = RequestLog(folder, 2, clock=clock)
+    ended: list[int] = []  # the days on which answers ended, as the log asked for them
+    with serve(StandIn(ids_of("ok")), requests=keep) as served:
         served.chat("on the 30th")
         until(lambda: day_file(folder, date(2026, 11, 30)).exists())
         assert sorted(p.name for p in folder.glob("*.jsonl")) == [
@@ -241,8 +249,10 @@ def test_days_end_at_midnight_and_old_ones_go(folder: Path) -> None:
         ]  # fmt: skip
         assert not (folder / ".requests-2026-11-01.jsonl.new").exists() and (folder / "notes.txt").exists()
         at[0] = NOON + timedelta(hours=11, minutes=59)  # 22:59 in Greenwich, 23:59 here
-        served.chat("still on the 30th")
-        at[0] = NOON + timedelta(hours=12)
+        with locked(folder):  # written after midnight: the day is the one that it was answered on
+            served.chat("still on the 30th")
+            until(lambda: ended == [30, 30])
+            at[0] = NOON + timedelta(hours=12)
         served.chat("on the 1st")
         until(lambda: day_file(folder, date(2026, 12, 1)).exists())
         until(lambda: not day_file(folder, date(2026, 11, 29)).exists())

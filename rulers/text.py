@@ -75,6 +75,22 @@ class Text:
             h.update(array.astype("<i4").tobytes())
         return h.hexdigest()
 
+    def and_then(self, other: Text, n_documents: int) -> Text:
+        """Both texts' windows, `other`'s last and its documents numbered from `n_documents` on.
+
+        Raises:
+            FileFormatError: this text has a document of such a number already.
+        """
+        if int(self.documents.max()) >= n_documents:
+            raise FileFormatError(
+                f"a text with document {int(self.documents.max())} has more than {n_documents} of them"
+            )
+        return Text(
+            np.concatenate([self.ids, other.ids]),
+            np.concatenate([self.documents, other.documents + np.int32(n_documents)]),
+            np.concatenate([self.windows, other.windows + self.windows[-1] + np.int32(1)]),
+        )
+
     @staticmethod
     def of(windows: Sequence[Sequence[int]], documents: Sequence[int]) -> Text:
         """Of token ids a window, and the number of each window's document."""

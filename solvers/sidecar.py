@@ -304,10 +304,11 @@ def describe(record: Mapping[str, Any]) -> str:
 
 def report(manifest: Mapping[str, Any]) -> str:
     """manifest.txt: what was solved, and what each layer's files do on rows that were not fitted."""
-    layers = manifest["layers"]
+    layers, beside = manifest["layers"], manifest.get("beside")
+    also = "" if beside is None else f" and of {beside['domain']}'s ({beside['tokens']:,})"
     head = (
         f"A sidecar for domain {manifest['domain']}, solved by the way {manifest['way']!r} on {manifest['tokens']:,} "
-        f"tokens of its {manifest['split']} slice,\n{manifest['held_out_rows']:,} of them held out; fingerprint "
+        f"tokens of its {manifest['split']} slice{also},\n{manifest['held_out_rows']:,} held out; fingerprint "
         f"{manifest['fingerprint']}. Figures are of held-out rows, each layer with those\nbefore it mounted.\n"
     )
     lines = [head, "layer   same experts, before   after   alpha    lambda   gains take   in all   louder"]

@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from ds4 import embedded
 from ds4.base.codebook import Workers
 from ds4.base.reader import Base
 from ds4.cli.embedded_base import embedded_base
 from ds4.cli.model_flags import progress_bar
+from ds4.corpus import Document
 from ds4.corpus.domain import Domain
 from ds4.engine import Engine
 from ds4.errors import UsageError
@@ -28,6 +30,7 @@ from solvers.sidecar import WAYS, report, solve_sidecar, to_json
 from solvers.workfolder import check_name
 
 TOKENS, LENGTH, SLICE = 8192, 512, "fit"
+BESIDE, BESIDE_TOKENS, NONE = "general", 4096, "none"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,6 +58,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     s.add_argument(
         "--length", type=int, default=LENGTH, metavar="N", help=f"in windows of at most N tokens (default {LENGTH})"
     )
+    s.add_argument(
+        "--beside", default=BESIDE, metavar="NAME",
+        help=f"solve with text of this domain too, which is not to suffer; none: without (default {BESIDE})",
+    )  # fmt: skip
+    s.add_argument(
+        "--beside-tokens", type=int, default=BESIDE_TOKENS, metavar="N",
+        help=f"about N tokens of that (default {BESIDE_TOKENS})",
+    )  # fmt: skip
     s.add_argument("--way", choices=tuple(WAYS), default="best", help="how a layer is solved")
     s.add_argument(
         "--fixture-dtype", choices=DTYPES, default="f32", help="how the original's inputs and outputs are kept"
@@ -68,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     check_name(Path(args.out))
     threads = Workers(args.workers)
     domain = Domain.open(args.domain)
+    beside = None if args.beside == NONE else Domain.open(args.beside)
+    if beside is not None and beside.sha256(SLICE) == domain.sha256(SLICE):
+        beside = None  # a text need not be kept from harming itself
     checkpoint = Path(args.teacher) if args.teacher is not None else embedded.checkpoint()
     teacher = Teacher(open_source(checkpoint), args.arith)
     if args.model is None:
@@ -81,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model} is of model {ours}, {checkpoint} of model {theirs}: solve a base against the checkpoint "
             "that it was made from (--teacher)"
         )
-    fixture = _fixture(args, domain, checkpoint, teacher)
+    fixture, text_beside = _fixture(args, domain, beside, checkpoint, teacher)
     fixture.require(ours, str(args.model))
     about = {
         "base": f"{Path(args.model).name} {file_mark(args.model)}",
         "teacher": f"{checkpoint.resolve().name} {weights_mark(checkpoint)}",
-        "slice_sha256": domain.sha256(SLICE), "length": args.length,
+        "slice_sha256": domain.sha256(SLICE), "length": args.length, "beside": text_beside,
     }  # fmt: skip
     with progress_bar("loading layers") as progress:
         engine = Engine.open(args.model, engram_dir=args.engram_dir, progress=progress)
@@ -102,26 +116,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fixture(args: argparse.Namespace, domain: Domain, checkpoint: Path, teacher: Teacher) -> Fixture:
-    """What the original does on the domain's text, from the cache or made."""
+def _fixture(
+    args: argparse.Namespace, domain: Domain, beside: Domain | None, checkpoint: Path, teacher: Teacher
+) -> tuple[Fixture, dict[str, Any] | None]:
+    """What the original does on the domain's text and on that beside it, from the cache or made; which text is beside
+    it, for the manifest.
+    """
     config = teacher.config
     tokenizer = Tokenizer.from_file(checkpoint / "tokenizer.json", config)
-    documents = domain.documents(SLICE)
-    text = Text.cut(
-        [d.text for d in documents], tokenizer.encode, config.bos_token_id, length=args.length, tokens=args.tokens
-    )
+
+    def cut(chosen: Domain, tokens: int) -> tuple[Text, list[Document]]:
+        documents = list(chosen.documents(SLICE))
+        texts = [d.text for d in documents]
+        return Text.cut(texts, tokenizer.encode, config.bos_token_id, length=args.length, tokens=tokens), documents
+
+    text, documents = cut(domain, args.tokens)
+    mark, about = domain.sha256(SLICE)[:8], None
+    if beside is not None:
+        more, its_documents = cut(beside, args.beside_tokens)
+        text, documents = text.and_then(more, len(documents)), documents + its_documents
+        about = {"domain": beside.name, "tokens": len(more), "slice_sha256": beside.sha256(SLICE)}
+        mark += f"-{beside.sha256(SLICE)[:8]}"
     folder = device_settings().cache / "fixtures"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UsageError(f"{folder}: no folder for the original's part can be made there ({e.strerror})") from e
     name = f"{model_fingerprint(teacher.stream.source)}-{weights_mark(checkpoint)}-{text.digest[:16]}"
-    out = folder / f"{name}-{args.arith}-{args.fixture_dtype}-{domain.sha256(SLICE)[:8]}.fixture"
+    out = folder / f"{name}-{args.arith}-{args.fixture_dtype}-{mark}.fixture"
     plan = plan_fixture(
         out, teacher, text, documents, domain=domain.name, split=SLICE, dtype=args.fixture_dtype
     )  # fmt: skip
     with progress_bar("the original works") as progress:
-        return make_fixture(plan, teacher, say=_say, progress=progress)
+        return make_fixture(plan, teacher, say=_say, progress=progress), about
 
 
 def _say(line: str) -> None:

@@ -256,8 +256,12 @@ def test_the_embedded_model_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["solve", "sidecar", "--domain", "code", "-o", str(tmp_path / "code"), "--tokens", "1024", "--json"]
+    argv += ["--beside-tokens", "1024"]
     assert main.run(argv) == 0
     manifest = json.loads(capsys.readouterr().out)
+    beside = manifest["beside"]
+    assert beside["domain"] == "general" and manifest["tokens"] > beside["tokens"] > 0
+    assert "slice and of general's" in (tmp_path / "code" / "manifest.txt").read_text()
     assert manifest["domain"] == "code" and len(manifest["layers"]) == 6
     assert all(r["gains"]["held_out_gain"] > 0.02 for r in manifest["layers"])
     first = files(tmp_path / "code")

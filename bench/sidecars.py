@@ -1,10 +1,10 @@
 """What a domain's sidecar is worth, on its own text and on others': every sidecar read on every judge text.
 
-    python bench/sidecars.py [--gains norm,ls,rms] [--domains all] [--judges all] [--way best] [--fit 16384]
+    python bench/sidecars.py [--gains norm,ls,rms] [--domains all] [--judges all] [--way best] [--fit 8192]
                              [--tokens 8192] [--sidecars DIR] [--out DIR]
 
 Bases of the embedded model are made by each rule for row gains; on each, a sidecar a domain is solved on --fit tokens
-of its fit slice (`ds4 solve sidecar`), and each judge text is read by the base and by the base with each sidecar
+of its fit slice and half as many beside it (`ds4 solve sidecar`), and each judge text is read by the base and by the base with each sidecar
 (`ds4 ruler run`). What is there already is used, so an interrupted run goes on. --sidecars DIR: folders to use for
 the base that ships, instead of solving.
 
@@ -66,8 +66,8 @@ class Work:
             return Path(self.args.sidecars) / domain
         out = self.folder / f"{domain}-{self.args.way}-{self.args.fit}"
         ds4(
-            "solve", "sidecar", *self.model, "--domain", domain, "--tokens", self.args.fit, "--way", self.args.way,
-            "-o", out,
+            "solve", "sidecar", *self.model, "--domain", domain, "--tokens", self.args.fit,
+            "--beside-tokens", self.args.fit // 2, "--way", self.args.way, "-o", out,
         )  # fmt: skip
         return out
 
@@ -123,7 +123,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--domains", type=names, default=ALL)
     p.add_argument("--judges", type=names, default=ALL)
     p.add_argument("--way", default="best")
-    p.add_argument("--fit", type=int, default=16384)
+    p.add_argument("--fit", type=int, default=8192)
     p.add_argument("--tokens", type=int, default=8192)
     p.add_argument("--sidecars")
     p.add_argument("--out", default=str(device_settings().cache / "bench" / "sidecars"))

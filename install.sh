@@ -2,7 +2,9 @@
 # Install ds4, start its server, ask it a question; or start, stop and look at the server.
 #
 #   bash install.sh [--dir D] [--model DIR|FILE] [--engram-dir E] [--host H] [--port N] [--no-start]
-#   bash install.sh start|stop|status [--dir D]
+#                   [--domain NAME|FOLDER|none]
+#   bash install.sh start [--domain NAME|FOLDER|none] [--dir D]
+#   bash install.sh stop|status [--dir D]
 #
 # This file only finds a Python; the work is in ds4/cli/install.py, which needs nothing but the standard library.
 # DS4_PYTHON names another interpreter, DS4_CXX another C++ compiler.

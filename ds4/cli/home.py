@@ -4,6 +4,7 @@ D/ds4.toml          settings of the server, the same names as its flags; mode 06
 D/venv              link to the Python environment in use: D/env/KEY, or one that was given
 D/env/KEY           environments, complete when .complete is in them
 D/models            embedded-KEY (a copy of the checkpoint that ds4 carries), and what was quantized: NAME-KEY.gguf
+D/sidecars/KEY/NAME copies of sidecars that were asked for by name
 D/var               locks, service.json, logs
 """
 
@@ -53,6 +54,10 @@ class Home:
     @property
     def models(self) -> Path:
         return self.root / "models"
+
+    @property
+    def sidecars(self) -> Path:
+        return self.root / "sidecars"
 
     @property
     def var(self) -> Path:
@@ -107,7 +112,7 @@ class Home:
 
     def sweep(self) -> None:
         """Remove what interrupted runs left beside the real names. Only under the install lock."""
-        for pattern in (".venv.*", ".ds4.toml.*", "models/*.part-*", "env/source-*"):
+        for pattern in (".venv.*", ".ds4.toml.*", "models/*.part-*", "sidecars/*.part-*", "env/source-*"):
             for path in self.root.glob(pattern):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)

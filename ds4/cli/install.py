@@ -20,6 +20,7 @@ from typing import Any
 
 from ds4 import embedded
 from ds4.cli import service
+from ds4.cli.domain import NONE, Choice, as_before
 from ds4.cli.environment import make_environment, use_environment
 from ds4.cli.home import DEFAULT, HOST, PORT, Home, is_loopback, key_of
 from ds4.cli.machine import check, disk, find_gpu, memory_for
@@ -55,7 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, metavar="N", help=f"port of the server (default {PORT})")
     p.add_argument("--no-start", action="store_true", help="prepare everything, start nothing")
     p.add_argument("--venv", metavar="V", help="use this Python environment, in which ds4 is, instead of making one")
-    p.add_argument("--domain", metavar="NAME", help="not there yet: a public address with a certificate")
+    p.add_argument(
+        "--domain", metavar="NAME",
+        help="mount this domain's sidecar: one of sidecars/, a folder of your own, or none; also with start "
+        "(default: what the last run said, else none)",
+    )  # fmt: skip
     p.add_argument("--json", action="store_true", help="status: print one JSON object")
     return p
 
@@ -67,14 +72,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: names the flag.
     """
     args = build_parser().parse_args(argv)
-    if args.domain is not None:
-        raise UsageError(
-            "--domain is not there yet: this version serves on --host and --port only; put a proxy of your own in "
-            "front of it for a public address"
-        )
     if args.port is not None and not 1 <= args.port <= 65535:
         raise UsageError(f"--port {args.port}: must be between 1 and 65535")
-    for name in ("dir", "model", "engram_dir", "host", "venv"):
+    for name in ("dir", "model", "engram_dir", "host", "venv", "domain"):
         value = getattr(args, name)
         if value is not None and not value.strip():  # an unset variable of a script, not the current folder
             raise UsageError(f"--{name.replace('_', '-')} is empty")
@@ -82,6 +82,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.action != "install" and given:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(f"{flag} belongs to the installation: run install.sh {flag} ... without {args.action!r}")
+    if args.domain is not None and args.action not in ("install", "start"):
+        raise UsageError(f"--domain belongs to the installation and to start, not to {args.action!r}")
     if args.json and args.action != "status":
         raise UsageError("--json belongs to status")
     return args
@@ -100,6 +102,8 @@ class Install:
         if self.home.root.exists() and not self.home.root.is_dir():
             raise UsageError(f"--dir {self.home.root}: is a file; name a folder")
         self._check_model_flag()
+        if self.args.domain is not None:
+            Choice.of(self.args.domain)
         self.home.make()
         busy = f"another install (process {{pid}}) is at work in {self.home.root}; wait for it and try again"
         with locked(self.home.var / "install.lock", busy, wait_s=1.0):
@@ -108,6 +112,7 @@ class Install:
             self._machine()
             self._environment()
             self._model()
+            self._domain()
             self._kernels()
             self._settings()
             if self.args.no_start:
@@ -248,6 +253,13 @@ class Install:
             raise Ds4Error(f"the checkpoint cannot be planned: {done.stderr.strip()}")
         return sum(int(row["bytes"]) for row in json.loads(done.stdout))
 
+    def _domain(self) -> None:
+        given = self.args.domain
+        chosen = as_before(self.home, self.settings) if given is None else Choice.of(given)
+        mount(self.home, self.settings, chosen)
+        if chosen.folder is not None:
+            self._say(f"with the sidecar of domain {chosen.name}{', as before' if given is None else ''}")
+
     def _kernels(self) -> None:
         self._step("checking the model and building the kernels")
         words = ["-m", "ds4.cli.build", self.settings["model"]]
@@ -309,6 +321,55 @@ class Install:
         return f" --dir {self.home.root}" if self.args.dir else ""
 
 
+def mount(home: Home, settings: dict[str, Any], chosen: Choice) -> None:
+    """Make the settings name a domain's sidecar, if their model can mount it.
+
+    Raises:
+        Ds4Error: it cannot, for the reasons given above it; or the sidecar cannot be copied.
+    """
+    folder = chosen.install(home)
+    settings.pop("zchain", None)
+    if folder is None:
+        return
+    words = [str(home.python), "-I", "-m", "ds4.cli.main", "sidecar", "verify", str(folder), "-m", settings["model"]]
+    if "engram_dir" in settings:
+        words += ["--engram-dir", settings["engram_dir"]]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, preexec_fn=own_child(signal.SIGKILL))
+    except OSError as e:
+        raise Ds4Error(f"{words[0]}: cannot be started: {e.strerror}") from e
+    if done.returncode != 0:
+        why = (done.stdout + done.stderr).strip()
+        raise Ds4Error(
+            f"--domain {chosen.name}: {settings['model']} cannot mount this sidecar; choose another, or --domain "
+            f"{NONE}\n{why}"
+        )
+    settings["zchain"] = str(folder)
+
+
+def choose(home: Home, given: str) -> None:
+    """`install.sh start --domain`: write it into the settings of an installation.
+
+    Raises:
+        UsageError: no such domain, or nothing is installed there.
+        Ds4Error: the model cannot mount it; the settings are what they were.
+    """
+    chosen = Choice.of(given)
+    _require_installed(home)
+    busy = f"an install (process {{pid}}) is at work in {home.root}; wait for it and try again"
+    with locked(home.var / "install.lock", busy, wait_s=1.0):
+        settings = home.settings()
+        if not isinstance(settings.get("model"), str) or not isinstance(settings.get("engram_dir", ""), str):
+            raise UsageError(f"{home.toml}: names no model; run: bash install.sh --dir {home.root}")
+        mount(home, settings, chosen)
+        home.save_settings(settings)
+
+
+def _require_installed(home: Home) -> None:
+    if not home.python.exists() or not home.toml.is_file():
+        raise UsageError(f"nothing is installed in {home.root}; run: bash install.sh --dir {home.root}")
+
+
 def start_server(home: Home, tell: Callable[[str], None]) -> None:
     """Start the server of an installation and wait until it answers.
 
@@ -316,8 +377,7 @@ def start_server(home: Home, tell: Callable[[str], None]) -> None:
         UsageError: nothing is installed there.
         Ds4Error: it does not come up.
     """
-    if not home.python.exists() or not home.toml.is_file():
-        raise UsageError(f"nothing is installed in {home.root}; run: bash install.sh --dir {home.root}")
+    _require_installed(home)
     command = [str(home.python), "-I", "-m", "ds4.cli.serve", "--dir", str(home.root)]
     if not service.start(home, command):
         tell("it runs already")
@@ -359,6 +419,8 @@ def run(argv: Sequence[str]) -> int:
     if args.action == "install":
         return Install(args).run()
     if args.action == "start":
+        if args.domain is not None:
+            choose(home, args.domain)
         start_server(home, lambda text: print(text, flush=True))
         print(service.status(home).line())
         return 0

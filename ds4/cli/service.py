@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds4.cli.domain import NONE, mounted
 from ds4.cli.home import HOST, PORT, Home, key_of
 from ds4.cli.processes import boot_id, locked
 from ds4.cli.watchdog import CRASHED, GRACE_S, PAUSING, RUNNING, STOPPED, State
@@ -36,6 +37,7 @@ class Status:
         answering: whether /health says that requests are answered.
         uptime_s: of the server process.
         why: how it ended, if it did.
+        domain: name of the sidecar that is mounted, or "none".
     """
 
     state: str
@@ -48,13 +50,15 @@ class Status:
     answering: bool
     crashes: int
     why: str
+    domain: str
 
     def line(self) -> str:
         where = f"http://{self.host}:{self.port}"
         if self.state == RUNNING:
             how = "" if self.answering else ", not answering yet"
             since = _duration(self.uptime_s)
-            return f"running{how}: process {self.pid}, {where}, model {self.model}, up {since}"
+            what = f"model {self.model}, domain {self.domain}"
+            return f"running{how}: process {self.pid}, {where}, {what}, up {since}"
         if self.state == PAUSING:
             return f"crashed {self.crashes} times, about to start again: {self.why}"
         return self.state + (f": {self.why}" if self.why else "")
@@ -70,6 +74,7 @@ def label(home: Home) -> dict[str, Any]:
         "host": settings.get("host", HOST),
         "port": settings.get("port", PORT),
         "model": str(settings.get("model", "")),
+        "domain": mounted(settings),
         "environment": os.path.realpath(home.venv),
         "settings": key_of([json.dumps(settings, sort_keys=True)]),
     }
@@ -80,7 +85,7 @@ def status(home: Home) -> Status:
     if saved is None:
         settings = home.settings()
         where = settings.get("host", HOST), settings.get("port", PORT), str(settings.get("model", ""))
-        return Status(STOPPED, None, None, *where, 0.0, False, 0, "")
+        return Status(STOPPED, None, None, *where, 0.0, False, 0, "", mounted(settings))
     kept = saved.keeper.alive
     served = saved.server is not None and saved.server.alive
     state, why = saved.state, saved.why
@@ -101,6 +106,7 @@ def status(home: Home) -> Status:
         answering=state == RUNNING and served and health(home, 2.0)[0],
         crashes=saved.crashes,
         why=why if state != RUNNING else "",
+        domain=str(told.get("domain", NONE)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from ds4.base.reader import Base
 from ds4.sidecar.look import look, verify_folder
+from ds4.teacher.source import BaseSource
+from rulers.identity import model_fingerprint
 
 DOWN = 2  # of an expert's three matrices, as a base numbers them
 
@@ -82,6 +85,7 @@ def _verify(args: argparse.Namespace) -> int:
         return np.stack(rows)
 
     found = verify_folder(base.config, args.folder, args.zchain, base_gains)
+    found.problems.extend(_other_model(Path(args.folder) / "manifest.json", base))
     kind = "posttrain" if found.posttrain else "zchain"
     if args.json:
         told = {"folder": args.folder, "base": args.model, "mounts_as": kind, "sound": not found.problems}
@@ -97,3 +101,15 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         print(f"{args.folder}: sound for {args.model}, mounts as --{kind}")
     return 1 if n else 0
+
+
+def _other_model(manifest: Path, base: Base) -> list[str]:
+    """Whether a manifest, which a sidecar may lack, says that it was solved for another model of these dimensions."""
+    try:
+        solved_for = json.loads(manifest.read_bytes())["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    ours = model_fingerprint(BaseSource(base))
+    if solved_for == ours:
+        return []
+    return [f"{manifest}: solved for model {solved_for}, {base.path} is of model {ours}"]

@@ -50,8 +50,6 @@ def prepare(folder: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--domain", "ds4.example.org"], "--domain is not there yet"),
-        (["--domain", "none"], "--domain is not there yet"),
         (["--port", "0"], "between 1 and 65535"),
         (["--port", "65536"], "between 1 and 65535"),
         (["--host", " "], "--host is empty"),

@@ -4,9 +4,9 @@
                              [--tokens 8192] [--sidecars DIR] [--out DIR]
 
 Bases of the embedded model are made by each rule for row gains; on each, a sidecar a domain is solved on --fit tokens
-of its fit slice and half as many beside it (`ds4 solve sidecar`), and each judge text is read by the base and by the base with each sidecar
-(`ds4 ruler run`). What is there already is used, so an interrupted run goes on. --sidecars DIR: folders to use for
-the base that ships, instead of solving.
+of its fit slice and half as many beside it (`ds4 solve sidecar`), and each judge text is read by the base and by the
+base with each sidecar (`ds4 ruler run`). What is there already is used, so an interrupted run goes on.
+--sidecars DIR: folders to use for the base that ships, instead of solving.
 
 Printed a rule: Sigma-min and KL of the base; what each sidecar changes on each text, with the standard error of the
 paired difference; the text's own sidecar against the best of the others; and which share of the own gain the others

@@ -21,10 +21,12 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from ds4.checkpoint.codecs import e4m3_to_f32, f32_to_e4m3
 from ds4.errors import UsageError
+from ds4.work.tasks import Crew
+from ds4.work.tasks import blas_kind as blas_kind
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -57,12 +59,16 @@ class Assigner(Protocol):
 
 
 class Workers:
-    """Threads over fixed slices, one BLAS thread each. A context manager; the count changes time and nothing else."""
+    """Threads over fixed slices, one BLAS thread each. A context manager; the count changes time and nothing else.
 
-    def __init__(self, count: int = 1) -> None:
+    Attributes:
+        crew: who else may do slices that can be sent away; None: nobody.
+    """
+
+    def __init__(self, count: int = 1, crew: Crew | None = None) -> None:
         if count < 1:
             raise UsageError(f"--workers is {count}; expected at least 1")
-        self.count = count
+        self.count, self.crew = count, crew
         self._stack = ExitStack()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -137,16 +143,6 @@ def assign_chunk(x: F32, book: F32, out: U16) -> None:
         np.dot(block[:n], book, out=scores[:n])
         np.argmax(scores[:n], axis=1, out=found[:n])
         out[i : i + n] = found[:n]
-
-
-def blas_kind() -> str:
-    """Name, version and CPU kernel of the BLAS in use: what the bits of an assignment depend on."""
-    kinds = [
-        f"{b['internal_api']} {b.get('version')} {b.get('architecture', '')}".strip()
-        for b in threadpool_info()
-        if b.get("user_api") == "blas"
-    ]
-    return kinds[0] if kinds else "unknown"
 
 
 def train(pool: F32, nc: int, assigner: Assigner, schedule: Sequence[tuple[int, int]] = SCHEDULE) -> U8:

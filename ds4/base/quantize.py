@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.base import codecs, metadata, tokens
-from ds4.base.blob import DIM, MATRICES, codebook_offset, encode_head, encode_payload, payload_slots
+from ds4.base.blob import DIM, codebook_offset, encode_head, payload_slots
 from ds4.base.codebook import POOL_PER_CODEWORD, SCHEDULE, Assigner, BlasAssigner, Workers, codewords, train
-from ds4.base.experts import DEFAULT_GAIN, GAINS, Gain, layer_pool, quantize_matrix
+from ds4.base.expert_tasks import EXPERTS, CodebookTask, ExpertsTask, encode_expert, run_codebook, run_experts
+from ds4.base.experts import DEFAULT_GAIN, GAINS, Gain, layer_pool
 from ds4.base.gguf import Metadata, Value, header_bytes
 from ds4.base.output import COMMIT_BYTES, Output, write_text
 from ds4.base.plan import PlannedTensor, default_bits, expert_bits, expert_shapes, plan
@@ -32,6 +33,7 @@ from ds4.checkpoint.names import companion
 from ds4.checkpoint.preflight import engram_shard_problems
 from ds4.checkpoint.reader import Checkpoint
 from ds4.errors import FileFormatError, UsageError
+from ds4.work.tasks import Crew, ranges
 
 QUANTIZER_VERSION = 1
 DENSE_CHUNK = 1 << 21  # weights of one dense task
@@ -70,6 +72,7 @@ def quantize(
     workers: int = 1,
     progress: Progress | None = None,
     assigner: Assigner | None = None,
+    crew: Crew | None = None,
     overwrite: bool = False,
     commit_bytes: int = COMMIT_BYTES,
 ) -> Record:
@@ -82,6 +85,7 @@ def quantize(
         workers: threads.
         progress: called after every finished unit.
         assigner: where codebooks are trained and vectors assigned; BLAS by default.
+        crew: who quantizes ranges of experts; None: this process. It computes with BLAS.
         overwrite: replace an existing `out`.
 
     Raises:
@@ -94,7 +98,9 @@ def quantize(
         raise UsageError(f"--gain is {gain!r}; expected one of {', '.join(GAINS)}")
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists; remove it or choose another name")
-    with Workers(workers) as pool:
+    if crew is not None and assigner is not None:
+        raise UsageError(f"workers elsewhere assign with BLAS, not with {assigner.name}: add --assign blas")
+    with Workers(workers, crew) as pool:
         job = _Job(Checkpoint.open(checkpoint_dir), tables, bits, gain, pool, assigner or BlasAssigner(pool))
         with Output(out, job.size, job.key(), commit_bytes) as target:
             try:
@@ -154,9 +160,12 @@ class _Job:
         return h.hexdigest()
 
     def run(self, target: Output, progress: Progress) -> None:
-        done = 0
+        crew = self.workers.crew
+        done = 0 if crew is None else self._spread(crew, target, progress)
         for t, offset in zip(self.planned, self.offsets, strict=True):
             if t.kind == "blob":
+                if crew is not None:
+                    continue
                 self._blob(t, offset, target, progress, done)
             elif t.name not in target.done:
                 target.finish(t.name, self._small(t, offset, target))
@@ -265,27 +274,58 @@ class _Job:
             return np.frombuffer(raw, np.uint8).reshape(nc, DIM)
         pool = layer_pool(self.checkpoint, t.source, t.n_expert, shapes, nc)
         codebook = train(pool, nc, self.assigner)
-        target.write(offset, encode_head(t.layer, shapes, t.n_expert, codebook))
-        target.finish(unit, {"pool_per_codeword": len(pool) / nc})
+        self._put_codebook(t, offset, codebook, len(pool) / nc, target)
         return codebook
+
+    def _put_codebook(
+        self, t: PlannedTensor, offset: int, codebook: NDArray[np.uint8], pool_per_codeword: float, target: Output
+    ) -> None:
+        target.write(offset, encode_head(t.layer, expert_shapes(self.config), t.n_expert, codebook))
+        target.finish(f"{t.name}/codebook", {"pool_per_codeword": pool_per_codeword})
 
     def _expert(
         self, t: PlannedTensor, e: int, codebook: NDArray[np.uint8], places: list[int], target: Output
     ) -> Record:
-        names = [f"{t.source}{e}.{m}.weight" for m in MATRICES]
-        error = energy = 0.0
-        saturated = 0
-        for name, place in zip(names, places, strict=True):
-            w = matrix_rows(self.checkpoint, name, slice(None))
-            q = quantize_matrix(w, codebook, self.assigner, self.gain)
-            target.write(place, encode_payload(q.gains, q.indices, len(codebook), t.n_expert))
-            error, energy, saturated = error + q.error, energy + q.energy, saturated + q.saturated
-        return {
-            "source": digest(self.checkpoint, names),
-            "error": error,
-            "energy": energy,
-            "lost_rows": saturated,
-        }
+        payloads, record = encode_expert(
+            self.checkpoint, t.source, e, t.n_expert, codebook, self.assigner, self.gain
+        )  # fmt: skip
+        for place, payload in zip(places, payloads, strict=True):
+            target.write(place, payload)
+        return record
+
+    # -- experts, by others --
+
+    def _spread(self, crew: Crew, target: Output, progress: Progress) -> int:
+        """All blobs, a range of experts a task; the bytes that they have in all.
+
+        Codebooks come first, so that experts of several layers are under way at once. One takes gigabytes of pool:
+        they are trained side by side only by workers with memory of their own.
+        """
+        blobs = [(t, at) for t, at in zip(self.planned, self.offsets, strict=True) if t.kind == "blob"]
+        shapes, folder = expert_shapes(self.config), str(self.checkpoint.path.resolve())
+        if crew.remote:
+            missing = [(t, at) for t, at in blobs if f"{t.name}/codebook" not in target.done]
+            wanted = [CodebookTask(folder, t.source, t.n_expert, shapes, 1 << t.bits) for t, _ in missing]
+            for (t, at), (codebook, share) in zip(missing, crew.run(run_codebook, wanted), strict=True):
+                self._put_codebook(t, at, codebook, share, target)
+        places, tasks, done = [], [], 0
+        for t, at in blobs:
+            codebook = self._codebook(t, at, target)
+            for part in ranges(t.n_expert, EXPERTS):
+                left = tuple(e for e in part if f"{t.name}/{e}" not in target.done)
+                if left:
+                    places.append((t, at))
+                    tasks.append(ExpertsTask(folder, t.source, left, t.n_expert, self.gain, codebook))
+                done += t.nbytes * (len(part) - len(left)) // t.n_expert
+        for (t, at), task, made in zip(places, tasks, crew.run(run_experts, tasks), strict=True):
+            slots = payload_slots(shapes, t.n_expert, 1 << t.bits)
+            for e, (payloads, record) in zip(task.experts, made, strict=True):
+                for slot, payload in zip(slots[e], payloads, strict=True):
+                    target.write(at + int(slot), payload)
+                target.finish(f"{t.name}/{e}", record)
+                done += t.nbytes // t.n_expert
+            progress(f"{t.name}/{task.experts[-1]}", done, self.size)
+        return sum(t.nbytes for t, _ in blobs)
 
     # -- report --
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from ds4.errors import UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
 from ds4.teacher.files import check_output
+from ds4.work.choose import add_flags, crew_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument(
         "--gain", choices=GAINS, default=DEFAULT_GAIN, help=f"the rule of the row gains (default {DEFAULT_GAIN})"
     )
-    p.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads; same bytes")
+    add_flags(p)
     p.add_argument(
         "--assign", choices=("auto", "blas", "gpu"), default="auto",
         help="what assigns vectors to codewords: auto is the GPU where there is one (its bytes differ from BLAS')",
@@ -66,10 +66,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--workers is {args.workers}; it must be at least 1")
     if check_output(args.out, ".gguf").exists() and not args.force:
         raise UsageError(f"{args.out} exists; replace it with --force, or choose another name")
-    with _bar() as progress:
+    assigner = _assigner(args.assign)
+    if assigner is not None and args.cluster is not None:
+        raise UsageError("--cluster computes with BLAS, here a GPU would assign: add --assign blas")
+    workers = args.workers if assigner is None else 1  # processes quantize with BLAS, a GPU does it alone
+    with crew_of(workers, args.cluster) as crew, _bar() as progress:
         report = quantize(
             args.path, args.out, tables_of(args.path), bits=bits, gain=args.gain, workers=args.workers,
-            progress=progress, assigner=_assigner(args.assign), overwrite=args.force,
+            progress=progress, assigner=assigner, crew=crew, overwrite=args.force,
         )  # fmt: skip
     if args.json:
         print(json.dumps(report))

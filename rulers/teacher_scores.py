@@ -15,7 +15,9 @@ from pathlib import Path
 from ds4.errors import CapacityError, FileFormatError, UsageError
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import open_source
+from ds4.teacher.tasks import Helpers
 from ds4.teacher.walk import Walk
+from ds4.work.tasks import Crew
 from rulers.identity import file_mark, model_fingerprint
 from rulers.scores import Meta, Scores, ScoresWriter
 from rulers.text import Text
@@ -49,6 +51,7 @@ def teacher_scores(
     folder: str | Path,
     say: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> Scores:
     """The original's scores of a text, from the cache in `folder` or computed into it.
 
@@ -57,6 +60,7 @@ def teacher_scores(
         domain, split, length: where the text is from, see `Meta`.
         arith: where activations are rounded, one of `ds4.teacher.numerics.ARITHMETICS`.
         say: told the sizes, before any work starts; silent where the cache has the file.
+        crew: who else computes, with the same bits.
 
     Raises:
         FileFormatError: the checkpoint is broken, or the cached file is; names it.
@@ -76,7 +80,8 @@ def teacher_scores(
     except OSError as e:
         raise UsageError(f"{folder}: no folder for the original's scores can be made there ({e.strerror})") from e
     writer = ScoresWriter(path, text, meta, teacher.config.vocab_size)
-    walk = Walk(teacher, [text.ids[part] for part in text.slices])
+    helpers = None if crew is None else Helpers(crew, str(Path(checkpoint).resolve()), arith)
+    walk = Walk(teacher, [text.ids[part] for part in text.slices], helpers)
     if say is not None:
         say(
             f"{path}: {writer.nbytes:,} bytes, {len(text):,} tokens in {len(text.slices)} windows; while it is made "
@@ -116,8 +121,9 @@ def _compute(writer: ScoresWriter, walk: Walk, progress: Progress | None) -> Sco
         done += 1
         if progress is not None:
             progress(done, steps)
-    for w in writer.missing():
-        writer.put(w, walk.logits(w))
+    missing = writer.missing()
+    for w, logits in zip(missing, walk.logits_of(missing), strict=True):
+        writer.put(w, logits)
         done += 1
         if progress is not None:
             progress(done, steps)

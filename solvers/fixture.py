@@ -31,6 +31,7 @@ from ds4.corpus import Document
 from ds4.errors import CapacityError, FileFormatError, UsageError
 from ds4.teacher.files import check_output
 from ds4.teacher.run import Teacher
+from ds4.teacher.tasks import Helpers
 from ds4.teacher.walk import Moe, Walk
 from rulers.identity import model_fingerprint
 from rulers.text import Text
@@ -230,7 +231,12 @@ def plan_fixture(
 
 
 def make_fixture(
-    plan: Plan, teacher: Teacher, *, say: Callable[[str], None] | None = None, progress: Progress | None = None
+    plan: Plan,
+    teacher: Teacher,
+    *,
+    say: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+    helpers: Helpers | None = None,
 ) -> Fixture:
     """Walk the teacher over the plan's text and write the file; goes on where a killed run of the same plan stopped.
 
@@ -239,6 +245,7 @@ def make_fixture(
     Args:
         say: gets the sizes before the work starts.
         progress: called after every layer.
+        helpers: who else computes experts, with the same bits.
 
     Raises:
         CapacityError: the disk cannot hold it (known before the work), or a window is too long.
@@ -251,13 +258,14 @@ def make_fixture(
         saved.unlink(missing_ok=True)  # killed between the last two names
         return _already(plan)
     key = hashlib.sha256(_header_json(plan.head)).hexdigest()
-    walk = Walk(teacher, [plan.text.ids[part] for part in plan.text.slices])
+    windows = [plan.text.ids[part] for part in plan.text.slices]
+    walk = Walk(teacher, windows, helpers)
     if say is not None:
         say(plan.describe(walk.saved_bytes))
     _require_room(plan, walk.saved_bytes)
     with Output(plan.out, plan.nbytes, key) as target:
         if walk.load(saved, key) and any(f"{layer}" not in target.done for layer in range(walk.layer)):
-            walk = Walk(teacher, [plan.text.ids[part] for part in plan.text.slices])  # the part file was lost
+            walk = Walk(teacher, windows, helpers)  # the part file was lost
         for name in TEXT:
             _put(plan, target, name, getattr(plan.text, name))
         while not walk.done:

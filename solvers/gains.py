@@ -23,9 +23,9 @@ channels whose shapes depend on nothing else, so the bytes do not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from ds4.sidecar.files import decode_gains, encode_gains
 from solvers.rows import BlockRows, Slice, Slots, read_slice
 from solvers.sweeps import keep, levels, residual_of, squares, sweep, to_cheapest, to_nearest
 
+T = TypeVar("T")
 Float = NDArray[Any]
 F32 = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -128,7 +129,7 @@ def solve_gains(
     Args:
         rows: the layer's rows, as captured with the layers before mounted.
         held_out_T: bool [T], windows.held_out.
-        workers: threads; a single one without.
+        workers: threads, or their crew, which is sent each slice; a single thread without.
         progress: told about slices of channels.
 
     Raises:
@@ -155,7 +156,11 @@ def solve_gains(
         note()
         return found
 
-    parts = workers.map(search, rows.width, CHANNELS)
+    crew = workers.crew
+    if crew is None:
+        parts = workers.map(search, rows.width, CHANNELS)
+    else:
+        parts = _noted(crew.run(run_search, _GainTasks(rows, held_out_T, rule)), note)
     errors = np.sum([e for _, e in parts], axis=0)  # [1 + lambdas, MEASURED], summed in order of channels
     best = int(np.argmin(errors[1:, 1]))  # the smallest lambda of equals
     lam = rule.lambdas[best]
@@ -165,15 +170,15 @@ def solve_gains(
         scaled = lam * len(fitted.rows_T) / len(wanted.rows_T)
 
         def again(channels: slice) -> Float:
-            part = read_slice(rows, wanted, channels)
-            kind = part.residual_TC.dtype.type
-            pull_E = (1 + pull_of(part, rule)) * kind(louder) - 1
-            part.residual_TC += wanted_of(part) * kind(louder - 1)
-            delta_EC, _ = _solve(part, scaled, pull_E, rule)
+            delta_EC = _again(rows, wanted, channels, rule, scaled, louder)
             note()
             return delta_EC
 
-        delta_ED = np.concatenate(workers.map(again, rows.width, CHANNELS), axis=1)
+        if crew is None:
+            deltas = workers.map(again, rows.width, CHANNELS)
+        else:
+            deltas = _noted(crew.run(run_again, _GainTasks(rows, held_out_T, rule, scaled, louder)), note)
+        delta_ED = np.concatenate(deltas, axis=1)
     else:
         delta_ED = np.concatenate([d[best] for d, _ in parts], axis=1)
     before = np.where(errors[0] > 0, errors[0], 1.0)
@@ -191,6 +196,60 @@ def solve_gains(
         n_held_out=len(held.rows_T),
         n_untouched=int((fitted.counts_E < FEWEST).sum()),
     )
+
+
+@dataclass(frozen=True)
+class GainTask:
+    """A slice of a layer's channels, in a process that has nothing else of it; lam, louder: of the second solve."""
+
+    rows: BlockRows
+    held_out_T: Mask
+    rule: Rule
+    lam: float = 0.0
+    louder: float = 1.0
+
+    def __str__(self) -> str:
+        return f"gains of channels from {self.rows.first}"
+
+
+def run_search(task: GainTask) -> tuple[Float, NDArray[np.float64]]:
+    """See `_search`."""
+    fitted, held = Slots.of(task.rows, ~task.held_out_T), Slots.of(task.rows, task.held_out_T)
+    return _search(task.rows, fitted, held, slice(0, task.rows.width), task.rule)
+
+
+def run_again(task: GainTask) -> Float:
+    """See `_again`."""
+    fitted_T = np.ones_like(task.held_out_T) if task.rule.refit else ~task.held_out_T
+    wanted = Slots.of(task.rows, fitted_T)
+    return _again(task.rows, wanted, slice(0, task.rows.width), task.rule, task.lam, task.louder)
+
+
+class _GainTasks(Sequence[GainTask]):
+    """Made when they are given out: together they are a copy of all rows."""
+
+    def __init__(self, rows: BlockRows, held_out_T: Mask, rule: Rule, lam: float = 0.0, louder: float = 1.0) -> None:
+        self._rows, self._rest = rows, (held_out_T, rule, lam, louder)
+
+    def __len__(self) -> int:
+        return -(-self._rows.width // CHANNELS)
+
+    @overload
+    def __getitem__(self, at: int) -> GainTask: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[GainTask]: ...
+    def __getitem__(self, at: int | slice) -> GainTask | list[GainTask]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return GainTask(self._rows.part(slice(CHANNELS * at, CHANNELS * (at + 1))), *self._rest)
+
+
+def _noted(results: Iterator[T], note: Callable[[], None]) -> list[T]:
+    out = []
+    for result in results:
+        out.append(result)
+        note()
+    return out
 
 
 def _louder(wanted: float, ours: float) -> float:
@@ -261,6 +320,15 @@ def _search(
         errors.append(tuple(squares(a).sum() for a in measured))
         deltas.append(delta_EC)
     return np.stack(deltas), np.array(errors)
+
+
+def _again(rows: BlockRows, wanted: Slots, channels: slice, rule: Rule, lam: float, louder: float) -> Float:
+    """delta [E, C] for `louder` times what is wanted."""
+    part = read_slice(rows, wanted, channels)
+    kind = part.residual_TC.dtype.type
+    pull_E = (1 + pull_of(part, rule)) * kind(louder) - 1
+    part.residual_TC += wanted_of(part) * kind(louder - 1)
+    return _solve(part, lam, pull_E, rule)[0]
 
 
 def _as_written(delta_ED: Float) -> F32:

@@ -32,6 +32,7 @@ class BlockRows:
     picks_TK: integers [T, K], the experts of the slots, all different in a row.
     ysh_TD: [T, D] the shared expert's output.
     target_TD: [T, D] the original's block output at the same positions.
+    first: number of the first channel, where these are a part of a layer's.
     """
 
     y_TKD: Float
@@ -39,6 +40,7 @@ class BlockRows:
     ysh_TD: Float
     target_TD: Float
     n_experts: int
+    first: int = 0
 
     def __post_init__(self) -> None:
         """Raises UsageError: shapes or kinds that do not belong together, an unknown expert, one twice in a row."""
@@ -68,6 +70,11 @@ class BlockRows:
     @property
     def width(self) -> int:
         return int(self.y_TKD.shape[2])
+
+    def part(self, channels: slice) -> BlockRows:
+        """These channels alone, copied: what another process needs to work on them."""
+        y, ysh, target = (np.ascontiguousarray(a[..., channels]) for a in (self.y_TKD, self.ysh_TD, self.target_TD))
+        return BlockRows(y, np.asarray(self.picks_TK), ysh, target, self.n_experts, self.first + channels.start)
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,8 @@ def read_slice(rows: BlockRows, slots: Slots, channels: slice) -> Slice:
     if not np.isfinite(residual_TC).all():
         row, channel = np.argwhere(~np.isfinite(residual_TC))[0]
         raise UsageError(
-            f"row {slots.rows_T[row]}, channel {channels.start + channel}: an output of the block, of its parts or "
-            "of the original's is not finite"
+            f"row {slots.rows_T[row]}, channel {rows.first + channels.start + channel}: an output of the block, of "
+            "its parts or of the original's is not finite"
         )
     u_SC = np.take(y_TKC.reshape(n * n_slots, width), slots.order_S, axis=0)
     energy_EC = np.zeros((rows.n_experts, width), u_SC.dtype)

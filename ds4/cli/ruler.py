@@ -23,6 +23,7 @@ from ds4.settings import device_settings
 from ds4.teacher.files import check_output
 from ds4.teacher.numerics import ARITHMETICS
 from ds4.teacher.source import BaseSource, CheckpointSource
+from ds4.work.choose import add_flags, crew_of
 from rulers.compare import compare
 from rulers.endings import PROMPTS, endings, load_prompts
 from rulers.identity import file_mark, folder_mark, model_fingerprint
@@ -72,6 +73,7 @@ def _add_run(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     p.add_argument("--routing", action="store_true", help="tell by layer how often the experts are the original's")
     floor = p.add_argument("--floor-tokens", type=int, default=FLOOR_TOKENS, metavar="N")
     floor.help = f"read about N tokens by the other path too, for the A/A floor; 0: none (default {FLOOR_TOKENS})"
+    add_flags(p)
     p.add_argument("-o", "--out", metavar="READING.npz", help="keep every position's figures, to compare and report")
     p.add_argument("--json", action="store_true", help="print the numbers as JSON")
     p.set_defaults(run=run)
@@ -156,10 +158,11 @@ def read(args: argparse.Namespace) -> Reading:
             "it was made from (--teacher)"
         )
     cache = device_settings().cache
-    with progress_bar("the original reads") as progress:
+    with crew_of(args.workers, args.cluster) as crew, progress_bar("the original reads") as progress:
         teacher = teacher_scores(
             checkpoint, text, domain=domain.name, split=args.slice, length=args.length, arith=args.arith,
             folder=cache / "teacher", say=lambda line: print(line, file=sys.stderr), progress=progress,
+            crew=crew,
         )  # fmt: skip
     weights = _weights(args)
     ours = Meta(

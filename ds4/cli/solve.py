@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from ds4.settings import device_settings
 from ds4.teacher.numerics import ARITHMETICS
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import BaseSource, open_source
+from ds4.teacher.tasks import Helpers
+from ds4.work.choose import add_flags, crew_of
 from rulers.identity import file_mark, model_fingerprint
 from rulers.teacher_scores import weights_mark
 from rulers.text import Text
@@ -70,14 +71,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     s.add_argument(
         "--fixture-dtype", choices=DTYPES, default="f32", help="how the original's inputs and outputs are kept"
     )
-    s.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (same bytes)")
+    add_flags(s)
     s.add_argument("--json", action="store_true", help="print the manifest as JSON")
     s.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     check_name(Path(args.out))
-    threads = Workers(args.workers)
+    Workers(args.workers)  # says at once if that cannot be
     domain = Domain.open(args.domain)
     beside = None if args.beside == NONE else Domain.open(args.beside)
     if beside is not None and beside.sha256(SLICE) == domain.sha256(SLICE):
@@ -105,7 +106,12 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("loading layers") as progress:
         engine = Engine.open(args.model, engram_dir=args.engram_dir, progress=progress)
     try:
-        with threads as workers, progress_bar("solving") as progress:
+        # here threads solve a layer, which share its rows; processes would be sent them
+        with (
+            crew_of(1, args.cluster) as far,
+            Workers(args.workers, far) as workers,
+            progress_bar("solving") as progress,
+        ):
             manifest = solve_sidecar(
                 engine, teacher, fixture, Path(args.out), about,
                 way=args.way, workers=workers, say=_say, progress=progress,
@@ -147,8 +153,9 @@ def _fixture(
     plan = plan_fixture(
         out, teacher, text, documents, domain=domain.name, split=SLICE, dtype=args.fixture_dtype
     )  # fmt: skip
-    with progress_bar("the original works") as progress:
-        return make_fixture(plan, teacher, say=_say, progress=progress), about
+    with crew_of(args.workers, args.cluster) as crew, progress_bar("the original works") as progress:
+        helpers = None if crew is None else Helpers(crew, str(checkpoint.resolve()), args.arith)
+        return make_fixture(plan, teacher, say=_say, progress=progress, helpers=helpers), about
 
 
 def _say(line: str) -> None:

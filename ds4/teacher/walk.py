@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,11 @@ from ds4.model.config import ModelConfig
 from ds4.teacher.engram import engram
 from ds4.teacher.hyper import expand
 from ds4.teacher.layers import enter, to_ffn
-from ds4.teacher.moe import RouterError, mix, route
+from ds4.teacher.moe import RouterError, expert, mix, route
 from ds4.teacher.numerics import F32, I64
 from ds4.teacher.run import Teacher, check_ids, not_finite
 from ds4.teacher.state import Call
+from ds4.teacher.tasks import Helpers
 
 NO_PICKS = -1  # width of index lists that no layer has made yet
 
@@ -54,13 +55,17 @@ class Moe:
 class Walk:
     """Prefill of several windows. `layer` is the next one; windows stand one after the other in all arrays.
 
+    Args:
+        helpers: who else computes experts and logits, with the same bits; the teacher must be of their source.
+
     Raises:
         RequestError: ids are empty, not integers, or outside the vocabulary.
         CapacityError: a window is longer than the model's context, or there is no memory for the streams.
     """
 
-    def __init__(self, teacher: Teacher, windows: Sequence[NDArray[Any]]) -> None:
+    def __init__(self, teacher: Teacher, windows: Sequence[NDArray[Any]], helpers: Helpers | None = None) -> None:
         self._teacher, config, nm = teacher, teacher.config, teacher.nm
+        self._helpers = helpers
         ids = [check_ids(window, config.vocab_size) for window in windows]
         longest = max(map(len, ids))
         if longest > config.max_position_embeddings:
@@ -119,7 +124,11 @@ class Walk:
             picks, weights = route(nm, config, w.moe, z, None, config.num_experts_per_tok)
         except RouterError as e:
             raise self._broken(f"the router of layer {layer}", e.row) from e
-        y = mix(nm, config, w.moe, partial(teacher.stream.expert, prefix), z, picks, weights)
+        if self._helpers is None:
+            y = mix(nm, config, w.moe, partial(teacher.stream.expert, prefix), z, picks, weights)
+        else:
+            routed = nm.to_xp(self._helpers.mix(prefix, *(nm.to_host(a) for a in (z, picks, weights))))
+            y = nm.bf16(routed + expert(nm, w.moe.shared, z, config.swiglu_limit, None))
         for part, (post, comb) in zip(self.slices, ways):
             self._x[part] = expand(nm, y[part], self._x[part], post, comb)
             finite = nm.to_host(nm.xp.isfinite(self._x[part]).reshape(part.stop - part.start, -1).all(axis=1))
@@ -138,6 +147,17 @@ class Walk:
         part = self.slices[window]
         with threadpool_limits(1, user_api="blas"):
             return self._teacher.head(self._x[part], self._pre[part], 0)
+
+    def logits_of(self, windows: Sequence[int]) -> Iterator[F32]:
+        """`logits` of several windows, in order; by the helpers, where there are some."""
+        assert self.done
+        if self._helpers is None:
+            return map(self.logits, windows)
+        nm = self._teacher.nm
+        parts = [self.slices[w] for w in windows]
+        return self._helpers.logits(
+            [(w, nm.to_host(self._x[part]), nm.to_host(self._pre[part])) for w, part in zip(windows, parts)]
+        )
 
     def _broken(self, where: str, row: int) -> Ds4Error:
         window = next(i for i, part in enumerate(self.slices) if part.start <= row < part.stop)

@@ -23,6 +23,7 @@ from ds4.settings import device_settings
 from ds4.teacher.files import check_output
 from ds4.teacher.numerics import ARITHMETICS
 from ds4.teacher.source import BaseSource, CheckpointSource
+from ds4.teacher.tasks import worth
 from ds4.work.choose import add_flags, crew_of
 from rulers.compare import compare
 from rulers.endings import PROMPTS, endings, load_prompts
@@ -162,7 +163,7 @@ def read(args: argparse.Namespace) -> Reading:
         teacher = teacher_scores(
             checkpoint, text, domain=domain.name, split=args.slice, length=args.length, arith=args.arith,
             folder=cache / "teacher", say=lambda line: print(line, file=sys.stderr), progress=progress,
-            crew=crew,
+            crew=worth(crew, original.config),
         )  # fmt: skip
     weights = _weights(args)
     ours = Meta(

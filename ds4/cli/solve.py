@@ -21,7 +21,7 @@ from ds4.settings import device_settings
 from ds4.teacher.numerics import ARITHMETICS
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import BaseSource, open_source
-from ds4.teacher.tasks import Helpers
+from ds4.teacher.tasks import Helpers, worth
 from ds4.work.choose import add_flags, crew_of
 from rulers.identity import file_mark, model_fingerprint
 from rulers.teacher_scores import weights_mark
@@ -154,6 +154,7 @@ def _fixture(
         out, teacher, text, documents, domain=domain.name, split=SLICE, dtype=args.fixture_dtype
     )  # fmt: skip
     with crew_of(args.workers, args.cluster) as crew, progress_bar("the original works") as progress:
+        crew = worth(crew, config)
         helpers = None if crew is None else Helpers(crew, str(checkpoint.resolve()), args.arith)
         return make_fixture(plan, teacher, say=_say, progress=progress, helpers=helpers), about
 

@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ds4.model.config import ModelConfig
 from ds4.teacher.moe import expert
 from ds4.teacher.numerics import F32, Numerics
 from ds4.teacher.run import Teacher
@@ -21,6 +22,7 @@ from ds4.teacher.stream import Stream
 from ds4.work.tasks import Crew, ranges
 
 EXPERTS = 4  # of a task: at released size 100 MB of rows, a quarter of a minute of work
+SMALL = 1 << 20  # weights of an expert, below which sending its rows to a process takes longer than using them
 Array = NDArray[Any]
 
 
@@ -70,6 +72,13 @@ def run_logits(task: LogitsTask) -> F32:
         Ds4Error: a value is not finite.
     """
     return Teacher(open_source(task.source), task.arith).head(task.x_RSD, task.pre_RS, 0)
+
+
+def worth(crew: Crew | None, config: ModelConfig) -> Crew | None:
+    """The crew; None where it is processes of this machine and the model is too small to gain by them."""
+    if crew is not None and not crew.remote and 3 * config.hidden_size * config.moe_intermediate_size < SMALL:
+        return None
+    return crew
 
 
 class _MixTasks(Sequence[MixTask]):

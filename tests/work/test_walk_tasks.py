@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from ds4.errors import Ds4Error
 from ds4.teacher.run import Teacher
 from ds4.teacher.source import open_source
-from ds4.teacher.tasks import Helpers, run_logits, run_mix
+from ds4.teacher.tasks import Helpers, run_logits, run_mix, worth
 from ds4.work.cluster import ClusterCrew
 from ds4.work.local import LocalCrew
 from ds4.work.tasks import Crew
@@ -62,3 +64,11 @@ def test_an_original_that_workers_do_not_see_is_named(tmp_path: Path) -> None:
     teacher, away = Teacher(open_source(TOY)), str(tmp_path / "elsewhere")
     with LocalCrew(1) as crew, pytest.raises(Ds4Error, match="elsewhere"):
         make_fixture(planned(tmp_path / "f.fixture", teacher), teacher, helpers=Helpers(crew, away, "none"))
+
+
+def test_a_small_model_is_not_sent_to_processes_of_the_same_machine() -> None:
+    small = open_source(TOY).config
+    large = replace(small, hidden_size=5120, moe_intermediate_size=2048)
+    near, far = SimpleNamespace(remote=False), SimpleNamespace(remote=True)
+    assert worth(near, small) is None and worth(near, large) is near  # type: ignore[arg-type]
+    assert worth(far, small) is far and worth(None, large) is None  # type: ignore[arg-type]

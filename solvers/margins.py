@@ -5,9 +5,9 @@
 
 s0 is what is mounted, m0 the margins that the engine has with it, R the rows of margin_rows.py. Conjugate gradients
 on the normal equations, preconditioned by their diagonal; R^T W R is never formed. The minimum goes to the lattice
-that files hold, is encoded and decoded, and margins are predicted anew with what a reader of the file would see. Points
-below tau and others that turned over have their target raised by what is missing, and it is solved again, a bounded
-number of times: that makes up for rounding and for the ridge's pull alike. The best stored table is kept.
+that files hold, is encoded and decoded, and margins are predicted anew with what a reader of the file would see.
+Points below tau and others that turned over have their target raised by what is missing, and it is solved again, a
+bounded number of times: that makes up for rounding and for the ridge's pull alike. The best stored table is kept.
 
 Two points whose rows are opposed, as one position that is to say a rather than b and b rather than a, cannot both be
 had; both are left out and named. What contradicts in a less simple way ends short of tau, and is named too.
@@ -35,6 +35,9 @@ Mask = NDArray[np.bool_]
 Verdict = Literal["reached", "short", "contradicts", "immovable"]
 
 OPPOSED = 1e-5  # 1 + cosine of two rows below which they are each other's negative; float32 rows are 1e-6 from it
+OVER = 1.25  # times what is missing is added to a target: rounding falls anew each time, and 1 creeps up from below
+CORRECTION = 0.03  # of a later round's first residual is left: what it adds is small and is rounded anyway
+FLOOR = 1e-5  # of the right side: below it float32 rows and the lattice's steps make more work than difference
 RESERVE = 0.1  # of its old margin that a position which turned over is to have again
 
 
@@ -46,7 +49,7 @@ class MarginRule:
     rho: weight of a margin that is to stay, a point's being 1.
     lam: lambda, in mean diagonals; larger changes gains less.
     rounds: solves, at most; the second and later ones with raised targets.
-    rtol: residual of the normal equations over their right side at which CG stops.
+    rtol: residual of the normal equations over their right side at which CG stops in the first round.
     iterations: of CG a round, at most.
     """
 
@@ -54,7 +57,7 @@ class MarginRule:
     rho: float = 1.0
     lam: float = 0.1
     rounds: int = 10
-    rtol: float = 1e-5
+    rtol: float = 1e-4
     iterations: int = 300
 
     def __post_init__(self) -> None:
@@ -156,7 +159,11 @@ def solve_margins(
     rounds: list[Round] = []
     best: tuple[tuple[float, ...], int, F32, F64] | None = None
     for number in range(rule.rounds):
-        x_ED, iterations, residual = _minimum(margins, weight_N, target_N - m0_N, ridge, curvature_ED, x_ED, rule)
+        least, floor = (CORRECTION, FLOOR) if number else (rule.rtol, 0.0)
+        wanted_N = target_N - m0_N
+        x_ED, iterations, residual = _minimum(
+            margins, weight_N, wanted_N, ridge, curvature_ED, x_ED, least, floor, rule.iterations
+        )
         s_ED = stored(start_ED + x_ED, curvature_ED)
         after_N = m0_N + margins.forward(s_ED - start_ED.astype(np.float64))
         short_N = np.where(sought_N, np.maximum(floor_N - after_N, 0), 0)
@@ -169,7 +176,7 @@ def solve_margins(
             best = (mark, number, s_ED, after_N)
         if not short_N.any() and not lost_N.any():
             break
-        target_N = target_N + short_N + np.where(lost_N, RESERVE * m0_N - after_N, 0)
+        target_N = target_N + OVER * short_N + np.where(lost_N, RESERVE * m0_N - after_N, 0)
     assert best is not None  # rounds >= 1
     _, at, s_ED, after_N = best
 
@@ -199,7 +206,17 @@ def minimum(rows: MarginRows, target_N: F64, rule: MarginRule, workers: Workers 
     energy_ED = margins.energy(weight_N)
     ridge = ridge_of(energy_ED, rule.lam)
     wanted_N = target_N - rows.margin_N
-    return _minimum(margins, weight_N, wanted_N, ridge, energy_ED + ridge, np.zeros(margins.shape), rule)[0]
+    return _minimum(
+        margins,
+        weight_N,
+        wanted_N,
+        ridge,
+        energy_ED + ridge,
+        np.zeros(margins.shape),
+        rule.rtol,
+        0.0,
+        rule.iterations,
+    )[0]
 
 
 def ridge_of(energy_ED: F64, lam: float) -> float:
@@ -216,9 +233,21 @@ def stored(s_ED: Any, weight_ED: F64) -> F32:
 
 
 def _minimum(
-    margins: Margins, weight_N: F64, wanted_N: F64, ridge: float, curvature_ED: F64, x_ED: F64, rule: MarginRule
+    margins: Margins,
+    weight_N: F64,
+    wanted_N: F64,
+    ridge: float,
+    curvature_ED: F64,
+    x_ED: F64,
+    least: float,
+    floor: float,
+    most: int,
 ) -> tuple[F64, int, float]:
-    """(R^T W R + ridge) x = R^T W wanted from x_ED on: x, iterations, relative residual."""
+    """(R^T W R + ridge) x = R^T W wanted, from x_ED on.
+
+    CG stops when `least` of the residual that it began with, or `floor` of the right side's length, is left, or after
+    `most` iterations. Returns x, iterations, and the residual's length over the right side's.
+    """
     b = margins.backward(weight_N * wanted_N).reshape(-1)
     size = float(np.linalg.norm(b))
     if size == 0:
@@ -235,9 +264,10 @@ def _minimum(
     n, diagonal = b.size, curvature_ED.reshape(-1)
     system = LinearOperator((n, n), matvec=times, dtype=np.float64)
     jacobi = LinearOperator((n, n), matvec=lambda r: r / diagonal, dtype=np.float64)
-    x, _ = cg(
-        system, b, x0=x_ED.reshape(-1), rtol=rule.rtol, atol=0.0, maxiter=rule.iterations, M=jacobi, callback=note
-    )
+    start = x_ED.reshape(-1)
+    missing = b - times(start) if start.any() else b
+    dx, _ = cg(system, missing, rtol=least, atol=floor * size, maxiter=most, M=jacobi, callback=note)
+    x = start + dx
     return x.reshape(margins.shape), done[0], float(np.linalg.norm(b - times(x))) / size
 
 

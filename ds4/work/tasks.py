@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from ds4.errors import Ds4Error, UsageError
@@ -85,10 +87,14 @@ def ranges(n: int, step: int) -> list[range]:
 
 
 def blas_kind() -> str:
-    """Name, version and CPU kernel of the BLAS in use: what the bits of a product depend on."""
-    kinds = [
-        f"{b['internal_api']} {b.get('version')} {b.get('architecture', '')}".strip()
-        for b in threadpool_info()
-        if b.get("user_api") == "blas"
-    ]
-    return kinds[0] if kinds else "unknown"
+    """Name, version and CPU kernel of numpy's BLAS: what the bits of a product depend on.
+
+    A process may have others loaded beside it (scipy brings its own), in any order.
+    """
+    home = Path(np.__file__).parent
+    found = [b for b in threadpool_info() if b.get("user_api") == "blas"]
+    numpys = [b for b in found if Path(b["filepath"]).is_relative_to(home.parent / "numpy.libs")]
+    numpys += [b for b in found if Path(b["filepath"]).is_relative_to(home)]
+    for b in numpys or found:
+        return f"{b['internal_api']} {b.get('version')} {b.get('architecture', '')}".strip()
+    return "unknown"

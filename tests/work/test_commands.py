@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from ds4.errors import UsageError
 from ds4.work import cluster as dask
 from ds4.work.tasks import blas_kind, in_order, perform
 from tests.base.toys import toy_dir
+
+ROOT = Path(__file__).parents[2]
 
 
 def twice(task: int) -> int:
@@ -39,6 +42,18 @@ def test_dask_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UsageError, match=r"not installed here: pip install 'ds4\[cluster\]'"):
         dask.ClusterCrew("tcp://127.0.0.1:1")
+
+
+def test_the_kind_of_blas_is_numpys() -> None:
+    """scipy loads a BLAS of its own, before numpy's or after: neither changes what numpy computes with."""
+    show = "from ds4.work.tasks import blas_kind; print(blas_kind())"
+    kinds = {
+        subprocess.run(
+            [sys.executable, "-c", first + show], check=True, capture_output=True, text=True, cwd=ROOT
+        ).stdout
+        for first in ("", "import scipy.linalg; ", "import numpy, scipy.sparse.linalg; ")
+    }
+    assert len(kinds) == 1 and kinds != {"unknown\n"}
 
 
 def test_a_worker_of_another_kind_refuses() -> None:

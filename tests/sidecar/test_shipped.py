@@ -21,6 +21,7 @@ from ds4.errors import FileFormatError, UsageError
 from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint
 from ds4.teacher.source import BaseSource
 from rulers.identity import model_fingerprint
+from solvers.sidecar import report
 
 RECIPE = tool.Recipe.load(SHIPPED / tool.RECIPE)
 NAMES = shipped()
@@ -46,6 +47,7 @@ def test_it_is_whole_and_by_the_recipe(name: str, base: Path, capsys: pytest.Cap
     assert any(file.endswith(".bin") for file in read_shipped(folder))
     n_layers = len(told["layers"])
     assert told["fingerprint"] == format_fingerprint(*sidecar_fingerprint(folder, n_layers)).strip()
+    assert (folder / "manifest.txt").read_text() == report(told)
     opened = Base.open(base, embedded.checkpoint())
     assert n_layers == opened.config.num_hidden_layers
     assert told["model"] == model_fingerprint(BaseSource(opened))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,10 @@ class ClusterCrew:
             distributed: Any = importlib.import_module("distributed")
         except ImportError as e:
             raise UsageError("--cluster needs Dask, which is not installed here: pip install 'ds4[cluster]'") from e
+        if not re.fullmatch(r"(\w+://)?[^/\s]+:\d+", address):  # Dask would complain again at exit
+            raise UsageError(
+                f"--cluster {address!r}: is no address; give what `dask scheduler` prints, tcp://HOST:PORT"
+            )
         self.address = address
         self._lost: type[Exception] = distributed.KilledWorker
         try:

@@ -38,6 +38,12 @@ def test_a_cluster_that_is_not_there(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("address", ["nonsense", "", "tcp://somewhere", "tcp://somewhere:port"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(UsageError, match="is no address; give what `dask scheduler` prints"):
+        dask.ClusterCrew(address)
+
+
 def test_dask_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UsageError, match=r"not installed here: pip install 'ds4\[cluster\]'"):

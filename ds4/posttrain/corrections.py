@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from ds4.checkpoint.files import require_regular
 from ds4.errors import FileFormatError
 from ds4.posttrain.log import Logged, Problem, parse_row, read_log
+from ds4.posttrain.quotes import strings_of
 
 KEYS = ("messages", "given", "wanted", "edit", "request_id", "thinking", "effort", "reasoning", "note")
 # UTF-32's mark begins with UTF-16's
@@ -122,7 +123,7 @@ def _correction(line: int, row: Mapping[str, Any], log: Mapping[str, Logged] | N
     for key in row:
         if key not in KEYS:
             raise ValueError(f"has {key!r:.40}; a correction has {', '.join(KEYS)}")
-    half = next((s for s in _strings(row) if not _whole(s)), None)
+    half = next((s for s in strings_of(row) if not _whole(s)), None)
     if half is not None:
         raise ValueError(f"has half a character, a lone surrogate, in {half!r:.60}")
     request_id = _typed(row, "request_id", str)
@@ -209,18 +210,6 @@ def _typed(row: Mapping[str, Any], name: str, kind: type) -> Any:
         names = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a whole number"}
         raise ValueError(f"has {name!r} that is not {names[kind]}")
     return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield name
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _whole(text: str) -> bool:

@@ -30,11 +30,11 @@ def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
     messages = row.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") != "system":
-            yield from _strings({key: value for key, value in message.items() if key != "role"})
+            yield from strings_of({key: value for key, value in message.items() if key != "role"})
     if isinstance(row.get("prompt"), str):
         yield row["prompt"]
     if isinstance(row.get("answer"), Mapping):
-        yield from _strings(row["answer"])
+        yield from strings_of(row["answer"])
 
 
 def text_digest(text: str) -> str:
@@ -119,7 +119,7 @@ class Quotes:
         kept, gone = [], 0
         for line in data.splitlines(keepends=True):
             try:
-                quoted = any(map(self._quoted, _strings(json.loads(line))))
+                quoted = any(map(self._quoted, strings_of(json.loads(line))))
             except (ValueError, RecursionError):  # torn, or in another encoding
                 quoted = self.named_in(line) or any(form in line for form in self._forms_bytes)
             if quoted:
@@ -172,14 +172,14 @@ def _forms(text: str) -> set[str]:
     return {text, ascii_json, json_text, html.escape(text), html.escape(text, quote=False)}
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_of(value: Any) -> Iterator[str]:
     """Every string of a JSON value, names too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             yield name
-            yield from _strings(inner)
+            yield from strings_of(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _strings(inner)
+            yield from strings_of(inner)

@@ -56,6 +56,7 @@ class Engine:
     block: int = 0
     draft_k: int | None = None
     mounted: Mounted | None = None
+    bare: ModelWeights | None = None  # without sidecars; its buffers are shared
     _idle: list[Lane] = field(default_factory=list)
     _ledger: DraftLedger = field(default_factory=DraftLedger)  # of the sessions that schedule their drafts
 
@@ -147,12 +148,14 @@ class Engine:
             stores.append(RowStore(table.path, table.weight_offset, table.scale_offset, table.rows, table.head_dim))
         feed = NgramFeed(base.config, _tables(base), stores)
         dev = opened.with_constants(kernel_constants(base.config))
-        weights = place(base, dev, progress)
+        bare = weights = place(base, dev, progress)
         if mounted is not None:
-            weights = mount(weights, mounted, dev)
+            weights = mount(bare, mounted, dev)
         options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
         head = place_draft(base, dev, weights) if block else None
-        return Engine(base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted)
+        return Engine(
+            base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted, bare
+        )  # fmt: skip
 
     def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
         """A new, empty sequence; on the lane of one that is gone, if there is one.
@@ -161,6 +164,9 @@ class Engine:
             policy: makes what decides about drafts, one a prompt; None: as the engine was opened.
         """
         config = replace(self.config, dspark_block_size=self.block) if self.draft is not None else self.config
+        self._idle[:] = [
+            lane for lane in self._idle if lane.weights is self.weights
+        ]  # others are of before a remount
         del self._idle[MOST_IDLE:]
         if self._idle:
             lane = self._idle.pop()
@@ -170,6 +176,23 @@ class Engine:
         session = Session(self.device, config, lane, policy or self._policy)
         weakref.finalize(session, _give_back, self._idle, lane).atexit = False
         return session
+
+    def remount(self, zchain: str | Path | None, posttrain: str | Path | None) -> None:
+        """Other sidecars from the next session on; sessions under way keep those that they began with. Base and graphs
+        of the draft head stay where they are; what was mounted stays mounted if this fails.
+
+        Raises:
+            FileFormatError: as `open`.
+            CapacityError: no memory for them.
+        """
+        assert self.bare is not None
+        if zchain is None and posttrain is None:
+            mounted, weights = None, self.bare
+        else:
+            mounted = Mounted.open(self.config, zchain, posttrain)
+            weights = mount(self.bare, mounted, self.device)
+        self.mounted, self.weights = mounted, weights
+        self.drop_idle()
 
     def drop_idle(self) -> None:
         """Give back the memory and the graphs of sequences that are gone."""

@@ -14,6 +14,7 @@ from ds4.base.reader import Base
 from ds4.engine import Engine, Sampling
 from ds4.engine.mount import Mounted, mount
 from ds4.engine.score import score
+from ds4.engine.session import Session
 from ds4.engine.traffic import weight_bytes
 from ds4.errors import FileFormatError
 from ds4.model.config import ModelConfig
@@ -227,6 +228,39 @@ def test_what_is_mounted_is_told(on: Callable[..., Engine], engines: Callable[..
     assert (folders.posttrain / "base.fnv").read_text().strip() == told["zchain"]["fingerprint"]
     assert told["posttrain"] is not None and told["posttrain"]["name"] == "tuned"
     assert engines(NAME).mounted is None
+
+
+def test_a_remount_is_what_a_load_gives_and_leaves_sessions_under_way(
+    bases: Callable[[str], Path], engines: Callable[..., Engine], folders: Folders, tmp_path: Path
+) -> None:
+    """None, both, one, none again, on the same base; a session keeps what it began with to its end, and the lane that
+    it leaves is not handed out again. What cannot be mounted changes nothing."""
+    ids = prompt(NAME, 30)
+
+    def read(session: Session) -> F32:
+        session.sync(ids[:20])
+        rows = [session.step(ids[at : at + 1]) for at in range(20, 24)]  # the third replays a graph
+        return np.concatenate(rows)
+
+    both = {"zchain": folders.zchain, "posttrain": folders.posttrain}
+    cases = [{}, both, {"zchain": folders.zchain}, {}]
+    want = [read(engines(NAME, **case).session()) for case in cases]
+    engine = Engine.open(bases(NAME), engram_dir=DATA / NAME, device=opened("fast", "greedy"))
+    early = engine.session()
+    early.sync(ids[:20])
+    for case, logits in zip(cases, want, strict=True):
+        engine.remount(case.get("zchain"), case.get("posttrain"))
+        assert np.array_equal(read(engine.session()), logits)
+    assert engine.mounted is None
+    engine.remount(folders.zchain, folders.posttrain)
+    assert np.array_equal(np.concatenate([early.step(ids[at : at + 1]) for at in range(20, 24)]), want[0])
+    del early  # its lane comes back, with the weights of before
+    assert np.array_equal(read(engine.session()), want[1])
+    with pytest.raises(FileFormatError, match=r"base\.fnv: solved on"):
+        engine.remount(None, folders.posttrain)
+    with pytest.raises(FileFormatError, match="is not a folder"):
+        engine.remount(folders.zchain, tmp_path / "gone")
+    assert np.array_equal(read(engine.session()), want[1]) and engine.sidecars["posttrain"] is not None
 
 
 BROKEN = {

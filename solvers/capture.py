@@ -6,7 +6,7 @@ engine's own numbers (`Prefill.moe_tap`). Selection scores are the kernel's form
 must choose what the kernel chose. The first layers are run anew for each layer: half the layers of one prefill a
 layer, which at released size is minutes for all of them beside an hour of solving, and needs no state between two.
 
-A folder of layer files is put on without opening the base again (ds4/engine/mount.py): 1 MB a layer is uploaded, and
+Folders of layer files are put on without opening the base again (ds4/engine/mount.py): 1 MB a layer is uploaded, and
 every capture has a sequence of its own on the weights as they are then.
 """
 
@@ -83,16 +83,19 @@ class Captures:
         self._bare = self._weights = engine.weights
         self._biases: dict[int, F32] = {}
 
-    def mount(self, folder: Path | None) -> None:
-        """Compute with a folder's layer files from now on, read as a load reads them; None: with the base alone.
+    def mount(self, zchain: Path | None, posttrain: Path | None = None) -> None:
+        """Compute with the layer files of a sidecar, and of a post-training folder on it, from now on, read as a load
+        reads them; without either with the base alone.
+
+        Slots then have both folders' gains inside.
 
         Raises:
-            FileFormatError: a file is unknown, broken, or of other dimensions.
+            FileFormatError: a file is unknown, broken, or of other dimensions, or `posttrain` is of another sidecar.
         """
         self._weights, self._biases = self._bare, {}
-        if folder is None:
+        if zchain is None and posttrain is None:
             return
-        mounted = Mounted.open(self.engine.config, folder, None)
+        mounted = Mounted.open(self.engine.config, zchain, posttrain)
         self._weights = mount(self._bare, mounted, self.engine.device)
         for layer in range(self.engine.config.num_hidden_layers):
             bias = mounted.stack.bias(layer)

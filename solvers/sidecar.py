@@ -17,45 +17,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds4.base.codebook import Workers
 from ds4.engine import Engine
-from ds4.errors import Ds4Error, UsageError
-from ds4.sidecar.files import (
-    GAIN_FP4,
-    bias_path,
-    encode_bias,
-    encode_gains,
-    gain_bytes,
-    gain_path,
-    read_bias,
-    read_gains,
-)
+from ds4.errors import UsageError
+from ds4.sidecar.files import GAIN_FP4, bias_path, encode_bias, gain_bytes, read_bias
 from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint
-from ds4.teacher.moe import route
 from ds4.teacher.run import Teacher
 from solvers.bias import BiasSolution, solve_bias
 from solvers.capture import Captured, Captures
 from solvers.fixture import Fixture, Target
-from solvers.gains import BEST, LEAST_GAIN, RECIPE, GainSolution, Rule, solve_gains
-from solvers.rows import BlockRows
+from solvers.gains import BEST, LEAST_GAIN, RECIPE, Rule
+from solvers.layer import LayerWork, Progress, block_error, gains_record, taken, within
 from solvers.windows import held_out
 from solvers.workfolder import WorkFolder, finished
 
-F32 = NDArray[np.float32]
-Mask = NDArray[np.bool_]
 Say = Callable[[str], None]
-Progress = Callable[[int, int], None]  # thousandths of layers done, in all
-
-LEAST_ROUTING = (
-    0.99  # share of rows at which the original's router, on the input that is kept, must choose as is kept
-)
-MOUNTED_WITHIN = 1e-5  # of a slot's largest value: factors and base gains multiply in another order than here
 
 
 @dataclass(frozen=True)
@@ -122,9 +104,11 @@ def solve_sidecar(
         gain_bytes(c.n_routed_experts, c.hidden_size, GAIN_FP4) + 4 * c.n_routed_experts + 8
     )
     with WorkFolder(out, head, room + (1 << 16)) as work:
+        mounted = partial(captures.mount, work.folder)
         captures.mount(work.folder if work.records else None)
         for layer in range(len(work.records), c.num_hidden_layers):
-            job = _Layer(captures, work, teacher, layer, held_T, WAYS[way], workers, _within(progress, layer, c))
+            tell = within(progress, layer, c.num_hidden_layers)
+            job = _Layer(captures, work, mounted, teacher, layer, held_T, workers, tell, WAYS[way])
             record = job.solve(fixture.layer(layer))
             work.add(record)
             if say is not None:
@@ -147,31 +131,16 @@ def _head(fixture: Fixture, about: Mapping[str, Any], way: str) -> dict[str, Any
     return {"format": 1, **about, **kept, "way": way, "rule": rule}
 
 
-def _within(progress: Progress | None, layer: int, config: Any) -> Callable[[float], None]:
-    def tell(share: float) -> None:
-        if progress is not None:
-            progress(int(1000 * (layer + share)), 1000 * config.num_hidden_layers)
-
-    return tell
-
-
 @dataclass
-class _Layer:
-    """One layer's work, with those before it mounted."""
+class _Layer(LayerWork):
+    """One layer's work: the bias, then the gains."""
 
-    captures: Captures
-    work: WorkFolder
-    teacher: Teacher
-    layer: int
-    held_T: Mask
     way: Way
-    workers: Workers | None
-    tell: Callable[[float], None]
 
     def solve(self, target: Target) -> dict[str, Any]:
         """Solve, write, mount; the layer's record."""
-        routing = self._original_routing(target)
-        found = self._capture(0.0)
+        routing = self.original_routing(target)
+        found = self.capture(0.0)
         shares = {"sums": found.sums, "sets": found.sets, "original_routing": routing}
         errors = {"before": block_error(found, target.output_TD, self.held_T)}
         files: dict[str, str] = {}
@@ -180,23 +149,14 @@ class _Layer:
         if tried:
             found, bias = self._biased(found, target, bias, files, errors["before"])
         errors["with_bias"] = block_error(found, target.output_TD, self.held_T)
-        E = self.captures.engine.config.n_routed_experts
-        rows = BlockRows(found.slots_TKD, found.picks_TK, found.shared_TD, target.output_TD, E)
-        gains = solve_gains(
-            rows, self.held_T, self.way.gains, self.workers, lambda done, n: self.tell(0.5 + 0.5 * done / n)
-        )
+        gains = self.solve_gains(found, target, self.way.gains)
         if gains.mounted:
-            path = gain_path(self.work.folder, self.layer)
-            files[path.name] = self.work.put(
-                path.name, encode_gains(gains.s_ED), lambda p: self._same_gains(p, gains)
-            )
-            self.captures.mount(self.work.folder)
-            self._check_gains(found, gains)
+            files |= self.put_gains(found, gains)
         self.tell(1.0)
         errors["with_gains"] = gains.held_out_after if gains.mounted else errors["with_bias"]
         return {
             "layer": self.layer, "shares": shares, "held_out_error": errors, "bias": _bias_record(bias, tried),
-            "gains": _gains_record(gains), "files": files,
+            "gains": gains_record(gains), "files": files,
         }  # fmt: skip
 
     def _biased(
@@ -205,69 +165,20 @@ class _Layer:
         """Mount the bias and capture again; what was found before, and the bias unmounted, if that is not better."""
         path = bias_path(self.work.folder, self.layer)
         mark = self.work.put(path.name, encode_bias(bias.delta_E), lambda p: self._same_bias(p, bias))
-        self.captures.mount(self.work.folder)
-        again = self._capture(0.25)  # its check tells whether the kernel chooses by the bias
+        self.mount()
+        again = self.capture(0.25)  # its check tells whether the kernel chooses by the bias
         least = self.way.least_bias_gain
         if least is None or block_error(again, target.output_TD, self.held_T) < (1 - least) * before:
             files[path.name] = mark
             return again, bias
         self.work.drop(path.name)
-        self.captures.mount(self.work.folder)
+        self.mount()
         return found, replace(
             bias, delta_E=np.zeros_like(bias.delta_E), alpha=0.0, rounds=0, same_set_after=bias.same_set
         )
 
-    def _capture(self, start: float) -> Captured:
-        return self.captures.layer(self.layer, progress=lambda done, n: self.tell(start + 0.25 * done / n))
-
-    def _original_routing(self, target: Target) -> float:
-        """Share of rows at which the original's router chooses, from the input that is kept, what is kept."""
-        nm, config = self.teacher.nm, self.teacher.config
-        moe = self.teacher.stream.layer(f"layers.{self.layer}").moe
-        picks, _ = route(nm, config, moe, nm.to_xp(target.input_TD), None, config.num_experts_per_tok)
-        share = float((np.sort(target.picks_Tk, axis=1) == nm.to_host(picks)).all(axis=1).mean())
-        if share < LEAST_ROUTING:
-            raise Ds4Error(
-                f"layer {self.layer}: the original's router chooses what the fixture says at {share:.2%} of its "
-                f"rows; at least {LEAST_ROUTING:.0%} must: fixture and checkpoint do not belong together"
-            )
-        return share
-
     def _same_bias(self, path: Path, bias: BiasSolution) -> bool:
         return bool(np.array_equal(read_bias(path, len(bias.delta_E)), bias.delta_E))
-
-    def _same_gains(self, path: Path, gains: GainSolution) -> bool:
-        return bool(np.array_equal(read_gains(path, *gains.s_ED.shape), gains.s_ED))
-
-    def _check_gains(self, found: Captured, gains: GainSolution) -> None:
-        """The engine's kernels, with the file on, give each slot of the first window times its factor.
-
-        Raises:
-            Ds4Error: they do not; the file is gone again.
-        """
-        again = self.captures.layer(self.layer, [0])
-        n = len(again.picks_TK)
-        want_TKD = found.slots_TKD[:n] * gains.s_ED[found.picks_TK[:n]]
-        off_TKD = np.abs(again.slots_TKD - want_TKD)
-        limit_TK1 = MOUNTED_WITHIN * np.abs(want_TKD).max(axis=2, keepdims=True)
-        if np.array_equal(again.picks_TK, found.picks_TK[:n]) and (off_TKD <= limit_TK1).all():
-            return
-        self.work.drop(gain_path(self.work.folder, self.layer).name)
-        raise Ds4Error(
-            f"layer {self.layer}: with the gains mounted the engine's slots are off by up to {off_TKD.max():.3g} "
-            "from what was solved; the file is not kept"
-        )
-
-
-def block_error(found: Captured, output_TD: F32, wanted_T: Mask) -> float:
-    """Sum of squared differences of the block's parts, unrounded, from the original's output on some rows."""
-    total = 0.0
-    wanted = np.flatnonzero(wanted_T)
-    for first in range(0, len(wanted), 256):
-        rows = wanted[first : first + 256]
-        off = found.slots_TKD[rows].sum(axis=1) + found.shared_TD[rows] - output_TD[rows]
-        total += float(np.square(off, dtype=np.float64).sum())
-    return total
 
 
 def _bias_record(bias: BiasSolution, tried: bool) -> dict[str, Any]:
@@ -276,14 +187,6 @@ def _bias_record(bias: BiasSolution, tried: bool) -> dict[str, Any]:
         "same_set": bias.same_set, "same_set_after": bias.same_set_after, "armed": bias.n_armed,
         "events": bias.n_events,
         "by_alpha": [{"alpha": a, "same_set": share} for a, share in bias.by_alpha],
-    }  # fmt: skip
-
-
-def _gains_record(gains: GainSolution) -> dict[str, Any]:
-    return {
-        "written": gains.mounted, "lambda": gains.lam, "louder": gains.louder, "held_out_gain": gains.held_out_gain,
-        "fitted_rows": gains.n_fitted, "untouched_experts": gains.n_untouched,
-        "by_lambda": [{"lambda": c.lam, "fitted": c.fitted, "held_out": c.held_out} for c in gains.candidates],
     }  # fmt: skip
 
 
@@ -298,8 +201,7 @@ def describe(record: Mapping[str, Any]) -> str:
     found = f"{gains['held_out_gain']:.2%} of the held-out error (lambda {gains['lambda']:g})"
     found += f", made {gains['louder']:.3f} times as loud" if gains["louder"] != 1 else ""
     found = f"gains take {found}" if gains["written"] else f"no gains: they would take {found}"
-    whole = 1 - error["with_gains"] / error["before"] if error["before"] else 0.0
-    return f"layer {record['layer']:02d}: {same}; {found}; in all {whole:.2%}"
+    return f"layer {record['layer']:02d}: {same}; {found}; in all {taken(error):.2%}"
 
 
 def report(manifest: Mapping[str, Any]) -> str:
@@ -314,12 +216,11 @@ def report(manifest: Mapping[str, Any]) -> str:
     lines = [head, "layer   same experts, before   after   alpha    lambda   gains take   in all   louder"]
     for record in layers:
         bias, gains, error = record["bias"], record["gains"], record["held_out_error"]
-        whole = 1 - error["with_gains"] / error["before"] if error["before"] else 0.0
         alpha = f"{bias['alpha']:g}" if bias["written"] else "-"
         lam = f"{gains['lambda']:g}" if gains["written"] else "-"
         lines.append(
             f"   {record['layer']:02d}   {bias['same_set']:>20.2%}  {bias['same_set_after']:>6.2%}   {alpha:>5}  "
-            f"{lam:>8}  {gains['held_out_gain']:>11.2%}  {whole:>7.2%}  {gains['louder']:>7.3f}"
+            f"{lam:>8}  {gains['held_out_gain']:>11.2%}  {taken(error):>7.2%}  {gains['louder']:>7.3f}"
         )
     with_bias = sum(r["bias"]["written"] for r in layers)
     with_gains = sum(r["gains"]["written"] for r in layers)

@@ -20,7 +20,7 @@ from ds4.engine import Engine
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from ds4.sidecar.files import list_folder, read_gains
 from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint
-from solvers import sidecar, workfolder
+from solvers import layer, sidecar, workfolder
 from solvers.capture import Captures
 from solvers.fixture import Fixture
 from solvers.gains import RECIPE, solve_gains
@@ -205,13 +205,13 @@ def test_what_is_mounted_must_be_what_was_solved(
 ) -> None:
     out = tmp_path / "made"
     with monkeypatch.context() as m:
-        m.setattr(Captures, "mount", lambda self, folder: None)  # nothing is ever put on
+        m.setattr(Captures, "mount", lambda *_: None)  # nothing is ever put on
         with pytest.raises(Ds4Error, match=r"layer \d+: .*(not kept|chose)"):
             solve(engine, fixture, out)
     assert not list((tmp_path / "made.part").glob("gr_*"))
-    encode = sidecar.encode_gains
+    encode = layer.encode_gains
     with monkeypatch.context() as m:
-        m.setattr(sidecar, "encode_gains", lambda s: encode(np.roll(s, 1, axis=1)))
+        m.setattr(layer, "encode_gains", lambda s: encode(np.roll(s, 1, axis=1)))
         with pytest.raises(Ds4Error, match="a reader finds other values"):
             solve(engine, fixture, out)
     assert not list((tmp_path / "made.part").glob("*gr_*"))

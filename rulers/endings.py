@@ -118,38 +118,57 @@ def loop_period(ids: Sequence[int]) -> int:
 
 
 def draw(
-    engine: Engine, prompt: str, thinking: bool, sampling: Sampling, drawn: Callable[[int], None] | None = None
+    engine: Engine,
+    prompt: str,
+    thinking: bool,
+    sampling: Sampling,
+    drawn: Callable[[int], None] | None = None,
+    limit: int | None = None,
 ) -> Ending:
-    """One answer to a user's `prompt`. `drawn` hears how many tokens there are.
+    """One answer to a user's `prompt`; see `draw_ids`."""
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode_segments(
+        render([{"role": "user", "content": prompt}], thinking=thinking), spell_missing=True
+    )
+    end_think = tokenizer.special_id(END_THINK) if tokenizer.has_special(END_THINK) else -1
+    answer, reason, period = draw_ids(engine, ids, sampling, limit, drawn)
+    return Ending(prompt, reason, len(answer), period, end_think in answer if thinking else None)
+
+
+def draw_ids(
+    engine: Engine,
+    ids: Sequence[int],
+    sampling: Sampling,
+    limit: int | None = None,
+    drawn: Callable[[int], None] | None = None,
+) -> tuple[list[int], str, int]:
+    """One answer to a prompt's ids: its tokens, how it ended, and the period of its loop or 0.
+
+    Args:
+        limit: tokens at most, beside the context's own limit; an answer that reaches it ends as `context`.
+        drawn: hears how many tokens there are.
 
     Raises:
         RequestError: the prompt does not fit the context.
     """
     tokenizer, config = engine.tokenizer, engine.config
-    ids = tokenizer.encode_segments(
-        render([{"role": "user", "content": prompt}], thinking=thinking), spell_missing=True
-    )
     ends = other_turns(tokenizer) | {config.eos_token_id}
-    end_think = tokenizer.special_id(END_THINK) if tokenizer.has_special(END_THINK) else -1
     session = engine.session()
-    session.sync(ids)
+    session.sync(list(ids))
     room = config.max_position_embeddings - len(ids)
+    room = room if limit is None else min(room, limit)
     answer: list[int] = []
-    reason, period = "context", 0
     while len(answer) < room:
         answer.append(session.next(sampling, left=room - len(answer)))
         if answer[-1] in ends:
-            reason = "end"
-            break
+            return answer, "end", 0
         if len(answer) % LOOK_EVERY == 0:
             period = loop_period(answer)
             if period:
-                reason = "loop"
-                break
+                return answer, "loop", period
             if drawn is not None:
                 drawn(len(answer))
-    closed = end_think in answer if thinking else None
-    return Ending(prompt, reason, len(answer), period, closed)
+    return answer, "context", 0
 
 
 def endings(
@@ -161,13 +180,16 @@ def endings(
     seed: int,
     journal: Journal,
     progress: Callable[[int, int], None] | None = None,
+    limit: int | None = None,
 ) -> Endings:
-    """Answers to all prompts, each drawn with a seed of its own; those that the journal has are not drawn again."""
+    """Answers to all prompts, each drawn with a seed of its own; those that the journal has are not drawn again.
+    `limit` as for `draw_ids`.
+    """
     answers = []
     for i, prompt in enumerate(prompts):
         if str(i) not in journal.done:
             sampling = Sampling(temperature, 0, 1.0, 0.0, seed + i, seeded=True)
-            journal.add(str(i), asdict(draw(engine, prompt, thinking, sampling)))
+            journal.add(str(i), asdict(draw(engine, prompt, thinking, sampling, limit=limit)))
         answers.append(Ending(**journal.done[str(i)]))
         if progress is not None:
             progress(i + 1, len(prompts))

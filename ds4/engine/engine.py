@@ -178,8 +178,8 @@ class Engine:
         return session
 
     def remount(self, zchain: str | Path | None, posttrain: str | Path | None) -> None:
-        """Other sidecars from the next session on; sessions under way keep those that they began with. Base and graphs
-        of the draft head stay where they are; what was mounted stays mounted if this fails.
+        """Other sidecars from the next session on; sessions under way keep those that they began with. Base and
+        graphs of the draft head stay where they are; what was mounted stays mounted if this fails.
 
         Raises:
             FileFormatError: as `open`.
@@ -193,6 +193,12 @@ class Engine:
             weights = mount(self.bare, mounted, self.device)
         self.mounted, self.weights = mounted, weights
         self.drop_idle()
+
+    def with_prefill(self, prefill: str) -> Engine:
+        """The same placed model, as it is mounted now, with the other prefill: a ruler needs all rows' logits.
+        Nothing is uploaded; a later `remount` of one is not the other's.
+        """
+        return replace(self, options=replace(self.options, prefill=prefill), _idle=[])
 
     def drop_idle(self) -> None:
         """Give back the memory and the graphs of sequences that are gone."""
@@ -240,7 +246,7 @@ def _check_memory(base: Base, budget_mb: int | None, device: Device, extra: int)
     need = placed_bytes(base) + extra
     if budget_mb is not None and need > budget_mb << 20:
         raise CapacityError(f"{base.path}: the weights take {need >> 20} MB, the budget is {budget_mb} MB")
-    available = _available_bytes() if device.info.unified else device.free_bytes()
+    available = free_bytes(device)
     if available is not None and need > available:
         raise CapacityError(
             f"{base.path}: the weights take {need >> 20} MB, {available >> 20} MB of memory are available; "
@@ -249,8 +255,12 @@ def _check_memory(base: Base, budget_mb: int | None, device: Device, extra: int)
     return None if budget_mb is None else (budget_mb << 20) - need
 
 
-def _available_bytes() -> int | None:
-    """MemAvailable: page cache counts as free there, unlike in the driver's figure."""
+def free_bytes(device: Device) -> int | None:
+    """What weights may be placed in now; None: nobody can say. Where host and device share memory it is MemAvailable:
+    page cache counts as free there, unlike in the driver's figure.
+    """
+    if not device.info.unified:
+        return device.free_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

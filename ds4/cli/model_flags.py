@@ -17,16 +17,20 @@ Progress = Callable[[int, int], None]
 
 
 def add_model_flags(
-    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False
+    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False, posttrain: bool = True
 ) -> None:
     """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft;
-    `embedded`: without -m it takes the embedded model's base.
+    `embedded`: without -m it takes the embedded model's base; `posttrain`: it mounts such a folder.
     """
     which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
     p.add_argument("-m", "--model", required=not embedded, metavar="BASE", help=which)
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
     p.add_argument("--zchain", metavar="DIR", help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin")
-    p.add_argument("--posttrain", metavar="DIR", help="mount a post-training folder, solved on that sidecar")
+    if posttrain:
+        p.add_argument(
+            "--posttrain", metavar="DIR",
+            help="mount a post-training folder, solved on that sidecar; of `ds4 nightly`'s folder, the current night",
+        )  # fmt: skip
     p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
     p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
@@ -76,8 +80,10 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
 
     Raises:
         UsageError: flags that contradict each other, or a value that the engine refuses.
+        FileFormatError: the base, a sidecar, or a folder of nights whose current one is not there.
     """
     from ds4.engine import Engine
+    from ds4.posttrain.nights import resolve
 
     if getattr(args, "no_dspark", False):
         for flag in ("dspark_block", "draft_k", "draft"):
@@ -97,7 +103,7 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         draft_k=getattr(args, "draft_k", None),
         draft=getattr(args, "draft", None) or "drawn",
         zchain=args.zchain,
-        posttrain=args.posttrain,
+        posttrain=None if args.posttrain is None else resolve(args.posttrain),
         mem_budget_mb=args.mem_budget_mb,
         progress=progress,
     )

@@ -19,6 +19,7 @@ from ds4.corpus.domain import SLICES, Domain
 from ds4.engine import Sampling
 from ds4.errors import UsageError
 from ds4.model.tokenizer import Tokenizer
+from ds4.posttrain.nights import resolve
 from ds4.settings import device_settings
 from ds4.teacher.files import check_output
 from ds4.teacher.numerics import ARITHMETICS
@@ -196,7 +197,9 @@ def _weights(args: argparse.Namespace) -> str:
 
 
 def _default_model(args: argparse.Namespace) -> None:
-    """Without -m: the embedded model's base."""
+    """Without -m: the embedded model's base. Of a folder of nights the one that is current now, to the end."""
+    if args.posttrain is not None:
+        args.posttrain = resolve(args.posttrain)
     if args.model is None:
         with progress_bar("making the embedded model's base") as progress:
             args.model = embedded_base(progress)

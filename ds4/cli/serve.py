@@ -1,35 +1,45 @@
 """`ds4-server`: the model behind an HTTP port of this machine.
 
-Flags and ds4.toml have the same names; flags win. The file is looked for in --dir, then in ~/.config/ds4.
+Flags and ds4.toml have the same names; flags win. The file is looked for in --dir, then in ~/.config/ds4. SIGHUP and
+`POST /admin/reload` have the folders of the sidecars looked at again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from ds4 import __version__
 from ds4.cli.main import guarded
 from ds4.cli.model_flags import add_model_flags, engine_of
 from ds4.errors import Ds4Error, FileFormatError, UsageError
+from ds4.posttrain.admin_key import make_key
+from ds4.posttrain.nights import resolve
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
+from ds4.server.errors import HttpError
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker, warm_up
 from ds4.settings import config_dirs, read_config
 
+if TYPE_CHECKING:
+    from ds4.device import Device
+    from ds4.engine import Engine
+
 # the flags that ds4.toml may set
 KNOWN: dict[str, type | tuple[type, ...]] = {
     "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
-    "log_requests": str, "log_days": int,
+    "log_requests": str, "log_days": int, "admin_key": str,
 }  # fmt: skip
 MOST_WAITING = 10_000
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
@@ -49,6 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
     p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
+    p.add_argument(
+        "--admin-key", metavar="FILE", help="take orders on /admin/ with the key in FILE, made if it is not there"
+    )
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
     p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
     p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
@@ -89,6 +102,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--log-days {args.log_days}: must be between 1 and {MOST_LOG_DAYS}")
     if args.api_key is not None and not args.api_key.strip():
         raise UsageError("--api-key is empty; leave it away to ask for none")
+    if args.admin_key is not None and not args.admin_key.strip():
+        raise UsageError("--admin-key is empty; leave it away to take no orders")
     if args.api_key is None and not is_loopback(args.host):
         raise UsageError(f"--host {args.host} can be reached from other machines: it needs --api-key")
     return args
@@ -107,19 +122,81 @@ def check_model(args: argparse.Namespace) -> None:
     if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
         raise FileFormatError(f"{path}: is not a regular file; -m takes a base file (.gguf)")
     try:
-        SidecarStack.open(Base.open(path, args.engram_dir).config, args.zchain, args.posttrain)
+        posttrain = None if args.posttrain is None else resolve(args.posttrain)
+        SidecarStack.open(Base.open(path, args.engram_dir).config, args.zchain, posttrain)
     except OSError as e:
         raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
 
 
-def open_engine(args: argparse.Namespace, progress: Progress) -> ServedEngine:
+def open_engine(args: argparse.Namespace, progress: Progress) -> Engine:
     """The engine that the flags ask for, ready to answer."""
     engine = engine_of(args, progress)
-    for warning in engine.warnings:
-        log.warning("warning: %s", warning)
+    tell_warnings(engine)
     log.info("warming up")
     warm_up(engine)
     return engine
+
+
+def tell_warnings(engine: Engine) -> None:
+    for warning in engine.warnings:
+        log.warning("warning: %s", warning)
+
+
+class Model:
+    """The model of a server: opened, given other sidecars, opened again after its device was lent."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._opened = False
+        self._posttrain: Path | None = None  # mounted last
+        self._device: Device | None = None
+
+    def open(self, progress: Progress) -> ServedEngine:
+        """The engine; with the post-training that it had before, where that of now cannot be mounted.
+
+        Raises:
+            Ds4Error: it cannot be opened.
+        """
+        try:
+            engine = open_engine(self._args, progress)
+        except FileFormatError as e:
+            if not self._opened or self._args.posttrain is None:
+                raise
+            log.error("error: %s; trying what was mounted before", e)
+            before = None if self._posttrain is None else str(self._posttrain)
+            engine = open_engine(argparse.Namespace(**{**vars(self._args), "posttrain": before}), progress)
+        self._note(engine)
+        self._opened = True
+        return engine
+
+    def remount(self, served: ServedEngine) -> None:
+        """What the folders have now; all as it was if that cannot be mounted, or does not answer.
+
+        Raises:
+            Ds4Error: why.
+        """
+        engine = cast("Engine", served)
+        before = engine.mounted, engine.weights
+        posttrain = None if self._args.posttrain is None else resolve(self._args.posttrain)
+        try:
+            engine.remount(self._args.zchain, posttrain)
+            tell_warnings(engine)
+            warm_up(engine)
+        except BaseException:
+            engine.mounted, engine.weights = before
+            engine.drop_idle()
+            raise
+        self._note(engine)
+
+    def settle(self) -> None:
+        """Device memory that nobody refers to is given back; the device stays open, which takes next to none."""
+        gc.collect()
+        if self._device is not None:
+            self._device.sync()
+
+    def _note(self, engine: Engine) -> None:
+        self._posttrain = None if engine.mounted is None else engine.mounted.posttrain
+        self._device = engine.device
 
 
 def run(argv: Sequence[str]) -> int:
@@ -133,6 +210,9 @@ def run(argv: Sequence[str]) -> int:
     log.setLevel(logging.INFO)
     limits = Limits(queue=args.queue)
     requests = None if args.log_requests is None else RequestLog(Path(args.log_requests), args.log_days or LOG_DAYS)
+    admin_key = None if args.admin_key is None else make_key(Path(args.admin_key))
+    if admin_key is not None and admin_key == args.api_key:
+        raise UsageError(f"--admin-key {args.admin_key}: holds the --api-key, which would then give orders too")
     sock = listen(args.host, args.port)
     try:
         check_model(args)
@@ -140,15 +220,25 @@ def run(argv: Sequence[str]) -> int:
         sock.close()
         raise
     connections: Connections = {}
-    worker = Worker(lambda progress: open_engine(args, progress), limits.queue, on_failed=lambda: stop())
-    app = make_app(worker, limits, args.api_key, connections, requests)
+    model = Model(args)
+    worker = Worker(
+        model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle
+    )  # fmt: skip
+    app = make_app(worker, limits, args.api_key, connections, requests, admin_key)
     server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:
         server.should_exit = True
 
+    def reload(*_: object) -> None:
+        try:
+            worker.reload()  # what becomes of it is in the log
+        except HttpError as e:
+            log.warning("warning: SIGHUP: %s", e)
+
     # uvicorn sets its own handlers while it runs and raises the signal again after: these make that harmless
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, reload)
     where = f"[{args.host}]" if ":" in args.host else args.host
     log.info("listening on http://%s:%d, loading %s", where, sock.getsockname()[1], args.model)
     if requests is not None:

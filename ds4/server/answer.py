@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ds4.model.tokenizer import Tokenizer
 from ds4.server.logprobs import chat_entries, completion_lists
 from ds4.server.outbox import Finished
-from ds4.server.request import Generation, ServedEngine
+from ds4.server.request import Generation, ServedModel
 from ds4.server.stream import CONTENT, REASONING, Delta, Told
 
 
@@ -103,11 +103,11 @@ class Answer:
         }  # fmt: skip
 
 
-def model_list(engine: ServedEngine, created: int) -> dict[str, object]:
+def model_list(engine: ServedModel, created: int) -> dict[str, object]:
     return {"object": "list", "data": [model_card(engine, created)]}
 
 
-def model_card(engine: ServedEngine, created: int) -> dict[str, object]:
+def model_card(engine: ServedModel, created: int) -> dict[str, object]:
     return {
         "id": engine.name, "object": "model", "created": created, "owned_by": "ds4",
         "context_length": engine.config.max_position_embeddings, "sidecars": engine.sidecars,

@@ -15,19 +15,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ds4.errors import Ds4Error
+from ds4.server.admin import Admin
 from ds4.server.answer import Answer, model_card, model_list
 from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
+from ds4.server.job import Job
 from ds4.server.openai import asked_of, read_chat, read_completion
 from ds4.server.outbox import Gone, Outbox
-from ds4.server.request import Generation, Limits, ServedEngine
+from ds4.server.request import Generation, Limits, ServedModel
 from ds4.server.requests_log import Exchange, RequestLog
 from ds4.server.respond import EventStream, Log, whole
-from ds4.server.worker import Job, Worker
+from ds4.server.worker import Worker
 
 log = logging.getLogger("ds4.server")
-Reader = Callable[[Fields, ServedEngine, Limits], Generation]
+Reader = Callable[[Fields, ServedModel, Limits], Generation]
 
 
 def make_app(
@@ -36,6 +38,7 @@ def make_app(
     api_key: str | None = None,
     connections: Connections | None = None,
     requests: RequestLog | None = None,
+    admin_key: str | None = None,
 ) -> ASGIApp:
     """The application. It starts the worker and the log of requests, where there is one, and stops them."""
 
@@ -56,10 +59,11 @@ def make_app(
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    Admin(worker, limits).add_to(app)
     app.add_exception_handler(HTTPException, _route_error)
     app.add_exception_handler(Ds4Error, _own_error)
     app.add_exception_handler(Exception, _own_error)
-    return Edge(app, {} if connections is None else connections, api_key, limits)
+    return Edge(app, {} if connections is None else connections, api_key, limits, admin_key)
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
@@ -85,18 +89,26 @@ class Routes:
         self._created = int(time.time())
 
     async def health(self) -> Response:
-        """200 once requests are answered; before that 503 and how far loading is."""
+        """200 once requests are answered, and while they wait for a device that is lent; before that 503 and how far
+        loading is.
+        """
         w = self._worker
         about: dict[str, object] = {"queue": {"running": w.running, "waiting": w.waiting}}
         if self._requests is not None:
             about["request_log"] = self._requests.health()
-        if w.well and w.engine is not None:
-            return json_response({"status": "ok", "model": w.engine.name, "sidecars": w.engine.sidecars, **about})
         done, total = w.progress
-        state = "failing" if w.state == "ready" else w.state
+        if w.state == "returning":
+            about |= {"progress": {"done": done, "total": total}, "trouble": w.trouble}
+        if (lease := w.lease) is not None:
+            about["lent"] = lease.told()
+        if w.well and w.card is not None:
+            status = "ok" if w.state == "ready" else w.state
+            return json_response({"status": status, "model": w.card.name, "sidecars": w.card.sidecars, **about})
+        state = w.state if w.state in ("loading", "failed") else "failing"
         try:
             w.served()
-            raise overloaded("the device fails; see the server's log", "device_failing", 10)
+            why = "the device fails" if w.trouble is None else f"the device cannot be taken back: {w.trouble}"
+            raise overloaded(f"{why}; see the server's log", "device_failing", 10)
         except HttpError as e:
             told = {"status": state, "progress": {"done": done, "total": total}, **about, **error_body(e)}
             return json_response(told, 503, e.headers)
@@ -105,10 +117,10 @@ class Routes:
         return json_response(model_list(self._worker.served(), self._created))
 
     async def model(self, name: str) -> Response:
-        engine = self._worker.served()
-        if name != engine.name:
-            raise HttpError(404, f"there is no model {name!r}; this server has {engine.name!r}", "model_not_found")
-        return json_response(model_card(engine, self._created))
+        card = self._worker.served()
+        if name != card.name:
+            raise HttpError(404, f"there is no model {name!r}; this server has {card.name!r}", "model_not_found")
+        return json_response(model_card(card, self._created))
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, read_chat, chat=True)
@@ -117,20 +129,20 @@ class Routes:
         return await self._generate(request, read_completion, chat=False)
 
     async def _generate(self, request: Request, read: Reader, *, chat: bool) -> Response:
-        engine = self._worker.served()
+        card = self._worker.served()
         body = await read_body(request, self._limits)
         self._worker.check_room()
         # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
         fields = await asyncio.to_thread(parse_object, body)
-        generation = await asyncio.to_thread(read, fields, engine, self._limits)
+        generation = await asyncio.to_thread(read, fields, card, self._limits)
         job = Job(generation, Outbox(self._limits.outbox_chars))
-        answer = Answer(chat, engine.name, generation, engine.tokenizer)
+        answer = Answer(chat, card.name, generation, card.tokenizer)
         self._worker.submit(job)
         path = request.url.path
         exchange = None
         if self._requests is not None:
             asked = asked_of(fields, chat=chat)
-            exchange = Exchange(self._requests, answer.id, path, engine.name, engine.sidecars, asked, len(body), job)
+            exchange = Exchange(self._requests, answer.id, path, card.name, asked, len(body), job)
         line = Log(path, job, exchange)
         if generation.stream:
             return EventStream(job, answer, self._worker, self._limits.ping_s, line)

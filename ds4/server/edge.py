@@ -18,6 +18,7 @@ from ds4.server.request import Limits
 
 log = logging.getLogger("ds4.server")
 OPEN_PATHS = ("/health",)  # no key needed: watchdogs have none
+ADMIN = "/admin"  # it and what is below it: the admin key, and no other
 PAUSE_S = 2.0  # a sender of an unwanted body that is silent for so long has read its answer
 
 
@@ -39,12 +40,16 @@ class Edge:
 
     Args:
         connections: live connections by client address, to cut the one whose reader stalls.
-        api_key: asked of every path but `OPEN_PATHS`; None: nobody is asked.
+        api_key: asked of every path but `OPEN_PATHS` and what is below `ADMIN`; None: nobody is asked.
+        admin_key: asked of what is below `ADMIN`; None: nobody comes in there.
     """
 
-    def __init__(self, app: ASGIApp, connections: Connections, api_key: str | None, limits: Limits) -> None:
+    def __init__(
+        self, app: ASGIApp, connections: Connections, api_key: str | None, limits: Limits, admin_key: str | None
+    ) -> None:
         self._app, self._connections, self._limits = app, connections, limits
         self._key = None if api_key is None else api_key.encode()
+        self._admin_key = None if admin_key is None else admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,14 +83,20 @@ class Edge:
             self._cut(scope)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        admin = path == ADMIN or path.startswith(ADMIN + "/")
+        if admin and self._admin_key is None:
+            raise HttpError(403, "this server takes no orders: start it with --admin-key FILE", "admin_disabled")
+        wanted = self._admin_key if admin else self._key
+        if wanted is None or path in OPEN_PATHS:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         kind, _, key = given.partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-            what = "no API key was given" if not given else "the API key is wrong"
+        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
+            name = "admin key" if admin else "API key"
+            what = f"no {name} was given" if not given else f"the {name} is wrong"
             raise HttpError(
-                401, f"{what}; send it as Authorization: Bearer KEY", "invalid_api_key",
+                401, f"{what}; send it as Authorization: Bearer KEY", f"invalid_{'admin' if admin else 'api'}_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
 

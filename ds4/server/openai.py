@@ -18,7 +18,7 @@ from ds4.errors import RequestError
 from ds4.model.chat import other_turns, prepare, render, resolve_effort
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special, Tokenizer
 from ds4.server.fields import Fields, naming
-from ds4.server.request import Generation, Limits, ServedEngine
+from ds4.server.request import Generation, Limits, ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16  # as the API says
 ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -26,7 +26,7 @@ SWITCHES = ("thinking", "enable_thinking", "reasoning_effort")  # what chat_temp
 LATER = "is not supported by this server"
 
 
-def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generation:
+def read_chat(fields: Fields, engine: ServedModel, limits: Limits) -> Generation:
     """A body of /v1/chat/completions.
 
     Raises:
@@ -55,7 +55,7 @@ def read_chat(fields: Fields, engine: ServedEngine, limits: Limits) -> Generatio
     return replace(generation, ends=other_turns(engine.tokenizer))
 
 
-def read_completion(fields: Fields, engine: ServedEngine, limits: Limits) -> Generation:
+def read_completion(fields: Fields, engine: ServedModel, limits: Limits) -> Generation:
     """A body of /v1/completions; see `read_chat`. Text gets the begin-of-sentence token in front, ids get nothing."""
     _refuse_common(fields)
     fields.refuse("best_of", [1], "may only be 1 on this server")
@@ -175,7 +175,7 @@ def _ends_in_reasoning(segments: Sequence[Segment]) -> bool:
     return bool(marks) and marks[-1] == THINK
 
 
-def _prompt_ids(prompt: Any, engine: ServedEngine) -> list[int]:
+def _prompt_ids(prompt: Any, engine: ServedModel) -> list[int]:
     """A string, a list of ids, or a list with one of these."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
@@ -192,7 +192,7 @@ def _prompt_ids(prompt: Any, engine: ServedEngine) -> list[int]:
 
 
 def _generation(
-    fields: Fields, engine: ServedEngine, limits: Limits, ids: Sequence[int], prompt: str,
+    fields: Fields, engine: ServedModel, limits: Limits, ids: Sequence[int], prompt: str,
     default_max: int | None, in_reasoning: bool, logprobs: int | None,
 ) -> Generation:  # fmt: skip
     """The fields that both APIs share, and what fits the context. `logprobs`: of how many likeliest tokens beside the

@@ -46,8 +46,8 @@ class ServedSession(Protocol):
     def report(self) -> Mapping[str, object]: ...
 
 
-class ServedEngine(Protocol):
-    """ds4.engine.Engine, or a stand-in of a dozen lines."""
+class ServedModel(Protocol):
+    """What a prompt is checked and tokenized with, and who answers it; an engine, or what is known without one."""
 
     @property
     def name(self) -> str: ...
@@ -57,8 +57,27 @@ class ServedEngine(Protocol):
     def tokenizer(self) -> Tokenizer: ...
     @property
     def sidecars(self) -> Mapping[str, object]: ...
+
+
+class ServedEngine(ServedModel, Protocol):
+    """ds4.engine.Engine, or a stand-in of a dozen lines."""
+
     def session(self) -> ServedSession: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Card:
+    """A `ServedModel` that holds no weights: requests are read by it while the device is lent."""
+
+    name: str
+    config: ServedConfig
+    tokenizer: Tokenizer
+    sidecars: Mapping[str, object]
+
+    @staticmethod
+    def of(engine: ServedModel) -> Card:
+        return Card(engine.name, engine.config, engine.tokenizer, engine.sidecars)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ds4.posttrain.log import append, make_folder, prune, row_bytes
+from ds4.server.job import Job
 from ds4.server.outbox import Event, Finished
 from ds4.server.stream import CONTENT, REASONING, Delta
-from ds4.server.worker import Job
 
 log = logging.getLogger("ds4.server")
 MOST_WAITING_BYTES = 64 << 20  # of request bodies whose rows wait for the disk
@@ -46,7 +46,6 @@ class Exchange:
     id: str
     path: str
     model: str
-    sidecars: Mapping[str, object]
     asked: Mapping[str, Any]
     size: int
     job: Job
@@ -72,7 +71,7 @@ class Exchange:
         sampling.pop("top")  # it changes no token
         return {
             "id": self.id, "at": self.at.isoformat(timespec="milliseconds"), "path": self.path, "model": self.model,
-            "sidecars": self.sidecars, **self.asked, "answer": answer, "answer_ids": self.job.drawn,
+            "sidecars": self.job.sidecars, **self.asked, "answer": answer, "answer_ids": self.job.drawn,
             "finish_reason": end.reason,
             "sampling": {**sampling, "max_tokens": g.max_tokens, "stop": g.stops},
             "usage": {"prompt_tokens": len(g.prompt_ids), "completion_tokens": end.tokens},

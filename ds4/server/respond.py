@@ -15,10 +15,11 @@ from starlette.types import Message, Receive, Scope, Send
 from ds4.engine import Cancelled
 from ds4.server.answer import Answer
 from ds4.server.errors import error_body, json_bytes, json_response, overloaded
+from ds4.server.job import Job
 from ds4.server.outbox import Event, Failed, Finished, Gone, Started
 from ds4.server.requests_log import Exchange
 from ds4.server.stream import Delta
-from ds4.server.worker import Job, Worker
+from ds4.server.worker import Worker
 
 log = logging.getLogger("ds4.server")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

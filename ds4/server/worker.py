@@ -2,60 +2,35 @@
 
 The thread never waits for a socket (outbox.py) and looks for cancellation between prefill chunks and before every
 decode step. Each request starts from an empty timeline, so its tokens do not depend on those before it.
+
+Between two requests it takes orders (orders.py): other sidecars are mounted, or the engine is closed and the device
+lent until its borrower gives it back or is heard of no more. Requests wait meanwhile; none is refused because of it.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 from ds4.engine import Cancelled, Sampling
 from ds4.engine.sampling import Penalties
 from ds4.errors import DeviceError, Ds4Error
-from ds4.server.errors import overloaded, stopping
-from ds4.server.outbox import Event, Failed, Finished, Outbox, Started
-from ds4.server.request import Generation, Progress, ServedEngine
-from ds4.server.stream import TextStream
+from ds4.server.errors import HttpError, overloaded, stopping
+from ds4.server.job import Job, without_frames
+from ds4.server.orders import Lease, Lend, Reload, lease_over, lent_already
+from ds4.server.outbox import Event, Failed
+from ds4.server.request import Card, Progress, ServedEngine
 
 log = logging.getLogger("ds4.server")
 WARM_TOKENS, WARM_DRAWS = 40, 4
-FAILING = 3  # device errors in a row after which the server calls itself unwell
-
-
-@dataclass
-class Times:
-    """When a job was queued, taken up, its prompt read, its answer ended: seconds of a monotonic clock."""
-
-    queued: float = field(default_factory=time.monotonic)
-    taken: float | None = None
-    read: float | None = None
-    ended: float | None = None
-
-    def report(self) -> dict[str, float | None]:
-        """Seconds in the queue, of the prompt, of the answer; None: it did not come to that."""
-        marks = (self.queued, self.taken, self.read, self.ended)
-        spans = (None if a is None or b is None else round(b - a, 4) for a, b in pairwise(marks))
-        return dict(zip(("queued_s", "prefill_s", "decode_s"), spans))
-
-
-class Job:
-    """A request on its way. `cancel` may come from any thread, at any time.
-
-    Attributes:
-        drawn: tokens of the answer so far, the one that ended it too.
-        times: how far it came when.
-    """
-
-    def __init__(self, generation: Generation, outbox: Outbox) -> None:
-        self.generation, self.outbox = generation, outbox
-        self.cancelled = False
-        self.drawn: list[int] = []
-        self.times = Times()
+FAILING = 3  # device errors, or attempts to take the device back, after which the server calls itself unwell
+FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0  # between two attempts to take the device back
 
 
 def warm_up(engine: ServedEngine) -> None:
@@ -86,6 +61,14 @@ class Worker:
         open_engine: called in the worker's thread with a progress callback.
         queue: requests that may wait while one runs.
         on_failed: called in the worker's thread if the model cannot be loaded; `error` says why.
+        remount: gives an engine the sidecars that its folders have now; the engine is as it was if that fails.
+        settle: gives back device memory that nobody refers to any more.
+
+    Attributes:
+        state: "loading", then "ready" or "failed"; "lent", then "returning" and "ready" again.
+        card: what is known of the model, also while there is no engine.
+        lease: of the device, while it is away.
+        trouble: why the device could not be taken back, while that is so.
     """
 
     def __init__(
@@ -93,17 +76,28 @@ class Worker:
         open_engine: Callable[[Progress], ServedEngine],
         queue: int,
         on_failed: Callable[[], None] | None = None,
+        *,
+        remount: Callable[[ServedEngine], None] = lambda engine: None,
+        settle: Callable[[], object] = gc.collect,
     ) -> None:
         self._open, self._limit, self._on_failed = open_engine, queue, on_failed
-        self._change = threading.Condition()
+        self._remount, self._settle = remount, settle
+        # one thread may take its lock twice: a signal's handler asks for a reload, whatever it interrupts
+        self._change = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
+        self._reloads: deque[Reload] = deque()
+        self._lend: Lend | None = None  # asked for, not done yet
+        self._attempts = 0  # to take the device back, that failed
         self._stopping = False
         self._device_errors = 0
-        self.state = "loading"  # then "ready", or "failed"
+        self.state = "loading"
         self.progress = (0, 0)
         self.engine: ServedEngine | None = None
+        self.card: Card | None = None
         self.error: Exception | None = None
+        self.lease: Lease | None = None
+        self.trouble: str | None = None
         self._thread = threading.Thread(target=self._main, name="ds4-device", daemon=True)
 
     def start(self) -> None:
@@ -117,6 +111,7 @@ class Worker:
             for job in (self._running, *self._waiting):
                 if job is not None:
                     job.outbox.put(Failed(stopping()))
+            self._fail_orders(stopping())
             self._change.notify_all()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -135,21 +130,22 @@ class Worker:
 
     @property
     def well(self) -> bool:
-        """Whether a request would probably be answered."""
-        return self.state == "ready" and self._device_errors < FAILING and not self._stopping
+        """Whether a request would probably be answered, if only after a while."""
+        failed = self._attempts if self.state == "returning" else self._device_errors
+        return self.state in ("ready", "lent", "returning") and failed < FAILING and not self._stopping
 
-    def served(self) -> ServedEngine:
-        """The engine.
+    def served(self) -> Card:
+        """What requests are read by.
 
         Raises:
-            HttpError: 503 while it loads, or if it could not be loaded.
+            HttpError: 503 while the model loads, or if it could not be loaded.
         """
-        if self.engine is None:
+        if self.card is None:
             if self.error is not None:
                 raise overloaded(f"the model could not be loaded: {self.error}", "model_failed", 60)
             done, total = self.progress
             raise overloaded(f"the model is loading ({done} of {total or '?'} layers)", "model_loading", 2)
-        return self.engine
+        return self.card
 
     def check_room(self) -> None:
         """Refuse early: before a prompt is tokenized.
@@ -182,47 +178,229 @@ class Worker:
                 self._waiting.remove(job)
                 job.outbox.put(Failed(Cancelled()))
 
+    # ---- orders, from any thread ----
+
+    def reload(self) -> Reload:
+        """Have the folders of the sidecars looked at again, before the next request. What runs ends as it began.
+
+        Raises:
+            HttpError: 503, the model could not be loaded, or the server is stopping.
+        """
+        with self._change:
+            self._check_orders()
+            order = Reload()
+            self._reloads.append(order)
+            self._change.notify_all()
+        return order
+
+    def lend(self, borrower: str, lease_s: float) -> Lend:
+        """Have the device lent, when the requests that came before are answered.
+
+        Raises:
+            HttpError: 409, it is lent or promised already; 503 as `reload`.
+        """
+        with self._change:
+            self._check_orders()
+            other = self.lease if self._lend is None else self._lend.lease
+            if other is not None:
+                raise lent_already(other)
+            self._lend = order = Lend(Lease(borrower, lease_s), self._waiting)
+            self._change.notify_all()
+        return order
+
+    def call_off(self, order: Lend) -> bool:
+        """Lend nothing after all; False if it is too late: the device is away, or about to be."""
+        with self._change:
+            if not order.future.cancel():
+                return False
+            if self._lend is order:
+                self._lend = None
+            return True
+
+    def keep(self, lease_id: str, lease_s: float | None) -> Lease:
+        """The borrower is alive: its lease lasts on, from now.
+
+        Raises:
+            HttpError: 404, it is over.
+        """
+        with self._change:
+            lease = self._held(lease_id)
+            lease.prolong(lease_s)
+            self._change.notify_all()  # it may end sooner now
+        return lease
+
+    def give_back(self, lease_id: str) -> None:
+        """The borrower is done, and has left the device.
+
+        Raises:
+            HttpError: 404, its lease is over.
+        """
+        with self._change:
+            self._held(lease_id).returned = True
+            self._change.notify_all()
+
+    def _held(self, lease_id: str) -> Lease:
+        """A lease that ran out this moment is good as long as the device has not been taken back."""
+        lease = self.lease
+        if lease is None or lease.returned or lease.id != lease_id:
+            raise lease_over()
+        return lease
+
+    def _check_orders(self) -> None:
+        if self._stopping:
+            raise stopping()
+        if self.state == "failed":
+            self.served()
+
+    def _fail_orders(self, error: Exception) -> None:
+        """Those that were not begun."""
+        futures: list[Future[Any]] = [order.future for order in self._reloads]
+        if self._lend is not None:
+            futures.append(self._lend.future)
+        for future in futures:
+            if not future.running() and not future.done():
+                future.set_exception(error)
+
     # ---- the worker's thread ----
 
     def _main(self) -> None:
         try:
-            self.engine = self._open(self._loaded)
+            self._opened(self._open(self._loaded))
         except _Stopped:
             return
         except Exception as e:
             if not isinstance(e, Ds4Error):
                 log.exception("loading the model failed")
-            self.error, self.state = e, "failed"
+            with self._change:
+                self.error, self.state = e, "failed"
+                self._fail_orders(overloaded(f"the model could not be loaded: {e}", "model_failed", 60))
             if self._on_failed:
                 self._on_failed()
             return
-        self.state = "ready"
-        log.info("model %s is loaded", self.engine.name)
-        while (job := self._take()) is not None:
-            self._run(self.engine, job)
-            with self._change:
-                self._running = None
-        self.engine.close()
+        log.info("model %s is loaded", self.served().name)
+        while (work := self._take()) is not None:
+            if isinstance(work, Reload):
+                self._reload(work)
+            elif isinstance(work, Lend):
+                self._lend_out(work)
+            else:
+                assert self.engine is not None
+                self._run(self.engine, work)
+                with self._change:
+                    self._running = None
+        if self.engine is not None:
+            self.engine.close()
+
+    def _opened(self, engine: ServedEngine) -> None:
+        with self._change:
+            self.engine, self.card, self.state = engine, Card.of(engine), "ready"
+            self._attempts, self._device_errors, self.trouble = 0, 0, None
 
     def _loaded(self, done: int, total: int) -> None:
         self.progress = (done, total)
         if self._stopping:
             raise _Stopped
 
-    def _take(self) -> Job | None:
+    def _take(self) -> Job | Reload | Lend | None:
+        """What comes next; None: the end."""
         with self._change:
-            while not self._waiting and not self._stopping:
+            while not self._stopping:
+                first = self._waiting[0] if self._waiting else None
+                if self._reloads:
+                    return self._reloads.popleft()
+                if self._lend is not None and self._lend.may_go(first):
+                    return self._lend
+                if first is not None:
+                    self._running = self._waiting.popleft()
+                    return self._running
                 self._change.wait()
-            if self._stopping:
-                return None
-            self._running = self._waiting.popleft()
-            return self._running
+            return None
+
+    def _reload(self, order: Reload) -> None:
+        """Other sidecars, or those of before if that fails; whoever asked hears of it."""
+        if not order.future.set_running_or_notify_cancel():
+            return
+        assert self.engine is not None
+        try:
+            self._remount(self.engine)
+        except Exception as e:
+            if not isinstance(e, Ds4Error):
+                log.exception("mounting sidecars failed")
+            why = f"what was mounted stays: {_told(e)}"
+            log.error("error: reload: %s", why)
+            order.future.set_exception(HttpError(500, why, "reload_failed"))
+            return
+        with self._change:
+            self.card = card = Card.of(self.engine)
+        log.info("reloaded: %s", card.sidecars)
+        order.future.set_result(card.sidecars)
+
+    def _lend_out(self, order: Lend) -> None:
+        """Close the engine, wait until the device comes back or is to be fetched, open the engine again."""
+        if not order.future.set_running_or_notify_cancel():
+            return
+        self._close()
+        lease = order.lease
+        with self._change:
+            lease.prolong()
+            self.lease, self._lend, self.state = lease, None, "lent"
+        log.info("the device is lent for %s", lease.borrower)
+        order.future.set_result(lease)
+        with self._change:
+            while not self._stopping and not lease.returned and lease.left_s > 0:
+                self._change.wait(lease.left_s)
+            self.lease, self.state, self.progress = None, "returning", (0, 0)
+        if lease.returned:
+            log.info("the device came back from %s", lease.borrower)
+        elif not self._stopping:
+            log.warning("warning: %s let its lease run out; the device is taken back", lease.borrower)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Open the engine again. Until it works, or the server ends: a borrower that dies may hold memory a while."""
+        pause = FIRST_PAUSE_S
+        while not self._stopping:
+            try:
+                self._opened(self._open(self._loaded))
+                log.info("the device is back, model %s is loaded", self.served().name)
+                return
+            except _Stopped:
+                return
+            except Exception as e:
+                if not isinstance(e, Ds4Error):
+                    log.exception("taking the device back failed")
+                self.trouble = _told(e)
+            self._let_go()  # now that the error is gone, which held what had been placed
+            with self._change:
+                self._attempts += 1
+                log.error(
+                    "error: the device cannot be taken back, next attempt in %g s: %s", pause, self.trouble
+                )  # fmt: skip
+                self._change.wait_for(lambda: self._stopping, pause)
+            pause = min(2 * pause, MOST_PAUSE_S)
+
+    def _close(self) -> None:
+        engine, self.engine = self.engine, None
+        assert engine is not None
+        try:
+            engine.close()
+        except Exception:
+            log.exception("closing the engine failed")
+        del engine
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Memory back to the device. An error is told when the device is to be used again: it comes up there too."""
+        try:
+            self._settle()
+        except Exception:
+            log.exception("giving back device memory failed")
 
     def _run(self, engine: ServedEngine, job: Job) -> None:
         """One request to its end; whatever happens, its outbox hears of it."""
         end: Event
         try:
-            end = self._answer(engine, job)
+            end = job.answer(engine, lambda: self._stopping)
             self._device_errors = 0
         except Cancelled:
             end = Failed(stopping() if self._stopping else Cancelled())
@@ -230,49 +408,10 @@ class Worker:
             self._device_errors += isinstance(e, DeviceError)
             if not isinstance(e, Ds4Error):
                 log.exception("a request failed")
-            e.__traceback__ = None  # it holds the session, and with it device memory
+            without_frames(e)
             end = Failed(e)
         job.outbox.put(end)
 
-    def _answer(self, engine: ServedEngine, job: Job) -> Finished:
-        """Prefill and decode.
 
-        Raises:
-            Cancelled: by the client, by a reader that is too slow, or because the server stops.
-        """
-        g = job.generation
-
-        def cancelled() -> bool:
-            return job.cancelled or self._stopping
-
-        def put(event: Event) -> None:
-            if not job.outbox.put(event):
-                raise Cancelled
-
-        job.times.taken = time.monotonic()
-        if cancelled():
-            raise Cancelled
-        session = engine.session()
-        session.sync(g.prompt_ids, cancelled=cancelled)
-        job.times.read = time.monotonic()
-        put(Started())
-        text = TextStream(engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops)
-        reason = "length"
-        while text.tokens < g.max_tokens:
-            if cancelled():
-                raise Cancelled
-            token = session.next(g.sampling, left=g.max_tokens - text.tokens)
-            job.drawn.append(token)
-            if token == engine.config.eos_token_id or token in g.ends:
-                reason = "stop"
-                break
-            for delta in text.push(token, session.last if g.logprobs else None):
-                put(delta)
-            if text.stopped:
-                break
-        for delta in text.finish():
-            put(delta)
-        job.times.ended = time.monotonic()
-        return Finished(
-            "stop" if text.stopped else reason, text.tokens, text.reasoning_tokens, session.report()
-        )  # fmt: skip
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"

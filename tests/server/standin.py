@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -29,6 +30,7 @@ ADDED = (names.BOS, names.EOS, names.PAD, names.SYSTEM, names.USER, names.ASSIST
          names.DSML, names.IMAGE)  # fmt: skip
 FIRST_BYTE = len(ADDED)
 BOS, EOS = 0, 1
+ADMIN_KEY = "an-admin-key-of-tests"
 
 
 def tokenizer_of(pieces: Sequence[bytes]) -> Tokenizer:
@@ -148,11 +150,17 @@ class Served:
     def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **fields})
 
+    def admin(self, path: str, body: object = b"", key: str | None = None) -> httpx.Response:
+        """A POST with the admin key."""
+        return self.post("/admin/" + path, body, headers={"Authorization": f"Bearer {key or ADMIN_KEY}"})
+
     def client(self, key: str = "none") -> Any:
         """The official client. Any: its overloads do not cover fields that are ours."""
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=30)
 
-    def raw(self, path: str, fields: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+    def raw(
+        self, path: str, fields: dict[str, Any], receive_buffer: int | None = None, key: str = "none"
+    ) -> socket.socket:
         """A request on a bare socket, its answer not read yet."""
         sock = socket.socket()
         if receive_buffer:
@@ -160,8 +168,8 @@ class Served:
         sock.connect(("127.0.0.1", self.port))
         sock.settimeout(30)
         body = json.dumps(fields).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        sock.sendall(head.encode() + body)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n"
+        sock.sendall(head.encode() + b"\r\n" + body)
         return sock
 
 
@@ -174,12 +182,15 @@ def serve(
     open_engine: Callable[[Progress], ServedEngine] | None = None,
     wait: bool = True,
     requests: RequestLog | None = None,
+    admin_key: str | None = ADMIN_KEY,
+    remount: Callable[[ServedEngine], None] = lambda engine: None,
+    settle: Callable[[], object] = gc.collect,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
     connections: Connections = {}
-    worker = Worker(open_engine or (lambda progress: engine), limits.queue)
-    app = make_app(worker, limits, api_key, connections, requests)
+    worker = Worker(open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle)
+    app = make_app(worker, limits, api_key, connections, requests, admin_key)
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

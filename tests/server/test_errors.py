@@ -18,10 +18,11 @@ from ds4.engine import Sampling
 from ds4.errors import CapacityError, DeviceError, RequestError
 from ds4.server.errors import status_of
 from ds4.server.fields import Fields
+from ds4.server.job import Job
 from ds4.server.openai import read_chat, read_completion
 from ds4.server.outbox import Failed, Outbox
 from ds4.server.request import Generation, Limits
-from ds4.server.worker import Job, Worker
+from ds4.server.worker import Worker
 from tests.server.standin import TOKENIZER, Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -5,7 +5,7 @@ D/venv              link to the Python environment in use: D/env/KEY, or one tha
 D/env/KEY           environments, complete when .complete is in them
 D/models            embedded-KEY (a copy of the checkpoint that ds4 carries), and what was quantized: NAME-KEY.gguf
 D/sidecars/KEY/NAME copies of sidecars that were asked for by name
-D/var               locks, service.json, logs
+D/var               locks, service.json, logs, admin.key (made by the server)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import secrets
 import shutil
 import tomllib
@@ -63,6 +64,10 @@ class Home:
     def var(self) -> Path:
         return self.root / "var"
 
+    @property
+    def admin_key(self) -> Path:
+        return self.var / "admin.key"
+
     def make(self) -> None:
         """Create the folders.
 
@@ -95,7 +100,10 @@ class Home:
         """Write ds4.toml; whether that changed anything. A file that says the same is left as it is."""
         if self.settings() == dict(values):
             return False
-        lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
+        tables = {name: value for name, value in values.items() if isinstance(value, dict)}  # other commands'
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
+        for table, rows in tables.items():
+            lines += ["", f"[{_key(table)}]", *(f"{_key(name)} = {_toml(value)}" for name, value in rows.items())]
         head = "# Settings of ds4-server: any of its flags, under the same name. Written by install.sh.\n"
         write_file(self.toml, head + "\n".join(lines) + "\n")
         return True
@@ -120,8 +128,14 @@ class Home:
                     path.unlink(missing_ok=True)
 
 
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml(name)
+
+
 def _toml(value: Any) -> str:
-    """A string, number or boolean; JSON's escapes are TOML's, once DEL is escaped too."""
+    """A string, number, boolean, or a list of these; JSON's escapes are TOML's, once DEL is escaped too."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     if not isinstance(value, (bool, int, float, str)):
         raise UsageError(f"ds4.toml: {value!r} is no setting of the server; remove it")
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

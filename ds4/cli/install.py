@@ -271,6 +271,7 @@ class Install:
         self._step("writing the settings")
         host, port = self._address()
         self.settings |= {"host": host, "port": port}
+        self.settings.setdefault("admin_key", str(self.home.admin_key))  # a file, which the server makes
         if not is_loopback(host) and not self.settings.get("api_key"):
             self.settings["api_key"] = secrets.token_urlsafe(24)
             self._say(f"other machines can reach {host}: requests need the key that stands in {self.home.toml}")

@@ -70,13 +70,14 @@ class Status:
 def label(home: Home) -> dict[str, Any]:
     """What a running server was started with; another label means that a restart is due."""
     settings = home.settings()
+    own = {name: value for name, value in settings.items() if not isinstance(value, dict)}  # tables are no server's
     return {
         "host": settings.get("host", HOST),
         "port": settings.get("port", PORT),
         "model": str(settings.get("model", "")),
         "domain": mounted(settings),
         "environment": os.path.realpath(home.venv),
-        "settings": key_of([json.dumps(settings, sort_keys=True)]),
+        "settings": key_of([json.dumps(own, sort_keys=True)]),
     }
 
 

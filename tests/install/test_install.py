@@ -148,7 +148,8 @@ def test_killed_anywhere_and_run_again(tmp_path: Path) -> None:
     subprocess.run([*ds4, "quantize", str(CHECKPOINT), "-o", str(straight)], check=True, capture_output=True)
     assert base.read_bytes() == straight.read_bytes()
     assert Home(folder).settings() == {
-        "model": str(base), "engram_dir": str(CHECKPOINT), "host": "127.0.0.1", "port": 8000
+        "model": str(base), "engram_dir": str(CHECKPOINT), "host": "127.0.0.1", "port": 8000,
+        "admin_key": str(folder / "var" / "admin.key"),
     }  # fmt: skip
     again = subprocess.run(prepare(folder), capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and "is there" in again.stdout and "as before" in again.stdout

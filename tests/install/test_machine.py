@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ds4.cli import machine, processes
+from ds4.cli import machine, processes, service
 from ds4.cli.environment import PARTS
 from ds4.cli.home import Home, is_loopback, key_of, source_key
 from ds4.cli.machine import Gpu, check
@@ -109,6 +109,10 @@ def test_settings_are_written_once(tmp_path: Path) -> None:
     home.toml.write_text("# mine\n" + home.toml.read_text())
     assert not home.save_settings(values) and home.toml.read_text().startswith("# mine")
     assert before <= home.toml.stat().st_mtime_ns
+    of_others = {"nightly": {"at": "03:30", "min-flipped": 0.9, "corrections": ["a b", "\u00e9.jsonl"], "a.b": True}}
+    label = service.label(home)
+    assert home.save_settings(of_others | values) and home.settings() == of_others | values
+    assert service.label(home) == label  # no reason to start the server anew
 
 
 @pytest.mark.parametrize("text", ["port = ", "\xff"])

@@ -98,6 +98,7 @@ class GainSolution:
     """A layer's gains and what their choice rests on."""
 
     s_ED: F32  # on the file's lattice; of the best lambda also where not mounted
+    first_ED: F32  # before a second solve: of fitted rows alone, what the held-out figures are of
     lam: float
     candidates: tuple[Candidate, ...]
     held_out_before: float  # sum of squared errors over held-out rows, gains of 1
@@ -165,6 +166,7 @@ def solve_gains(
     best = int(np.argmin(errors[1:, 1]))  # the smallest lambda of equals
     lam = rule.lambdas[best]
     louder = _louder(errors[0, 2], errors[1 + best, 2]) ** rule.level
+    first_ED = np.concatenate([d[best] for d, _ in parts], axis=1)
     if rule.again:
         wanted = Slots.of(rows, np.ones(n, np.bool_)) if rule.refit else fitted
         scaled = lam * len(fitted.rows_T) / len(wanted.rows_T)
@@ -180,10 +182,11 @@ def solve_gains(
             deltas = _noted(crew.run(run_again, _GainTasks(rows, held_out_T, rule, scaled, louder)), note)
         delta_ED = np.concatenate(deltas, axis=1)
     else:
-        delta_ED = np.concatenate([d[best] for d, _ in parts], axis=1)
+        delta_ED = first_ED
     before = np.where(errors[0] > 0, errors[0], 1.0)
     return GainSolution(
         s_ED=_as_written(delta_ED),
+        first_ED=np.float32(1) + first_ED.astype(np.float32),
         lam=lam,
         candidates=tuple(
             Candidate(candidate, float(e[0] / before[0]), float(e[1] / before[1]))

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds4 import embedded
 from ds4.base.reader import Base
+from ds4.cli import posttrain_refit
 from ds4.cli.embedded_base import embedded_base
 from ds4.cli.model_flags import add_model_flags, open_engine, progress_bar
 from ds4.errors import Ds4Error, UsageError
@@ -50,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     s.add_argument("--json", action="store_true", help="print the report as JSON")
     add_model_flags(s, prefill="replay", embedded=True)
     s.set_defaults(run=points)
+    posttrain_refit.add_parser(below)
 
 
 def points(args: argparse.Namespace) -> int:

@@ -120,7 +120,12 @@ class MarginSolution:
 
 
 def solve_margins(
-    rows: MarginRows, rule: MarginRule | None = None, mounted_ED: F32 | None = None, workers: Workers | None = None
+    rows: MarginRows,
+    rule: MarginRule | None = None,
+    mounted_ED: F32 | None = None,
+    workers: Workers | None = None,
+    keep_N: F64 | None = None,
+    pull_ED: F32 | None = None,
 ) -> MarginSolution:
     """The table of one layer.
 
@@ -129,16 +134,22 @@ def solve_margins(
         rule: MarginRule() without.
         mounted_ED: float32 [E, D], gains under which rows.margin_N was read; 1 without.
         workers: threads; a single one without. Their number does not change a bit of the result.
+        keep_N: what margins that are to stay are to be, where they have moved already; rows.margin_N without.
+        pull_ED: float32 [E, D], where the ridge pulls to; mounted_ED without.
 
     Raises:
         UsageError: shapes that do not belong together, or a value that is not finite.
     """
     rule, workers = rule or MarginRule(), workers or Workers(1)
     shape = (rows.n_experts, rows.width)
-    if mounted_ED is not None and (mounted_ED.shape != shape or not np.isfinite(mounted_ED).all()):
-        raise UsageError(f"mounted gains: {list(mounted_ED.shape)}; expected finite ones, {list(shape)}")
+    for name, table_ED in (("mounted gains", mounted_ED), ("gains to pull to", pull_ED)):
+        if table_ED is not None and (table_ED.shape != shape or not np.isfinite(table_ED).all()):
+            raise UsageError(f"{name}: {list(table_ED.shape)}; expected finite ones, {list(shape)}")
     start_ED = np.ones(shape, np.float32) if mounted_ED is None else mounted_ED
     margins, m0_N = Margins(rows, workers), rows.margin_N.astype(np.float64)
+    stay_N = m0_N if keep_N is None else keep_N.astype(np.float64)
+    if stay_N.shape != m0_N.shape or not np.isfinite(stay_N).all():
+        raise UsageError(f"margins to keep: {list(stay_N.shape)}; expected finite ones, {list(m0_N.shape)}")
     point_N = rows.point_N
     points_M = np.flatnonzero(point_N)
     gram_MM = margins.gram(points_M)
@@ -152,17 +163,18 @@ def solve_margins(
     energy_ED = margins.energy(weight_N)
     ridge = ridge_of(energy_ED, rule.lam)
     curvature_ED = energy_ED + ridge
-    first_N = np.where(point_N, np.maximum(rule.tau, m0_N), m0_N)
+    first_N = np.where(point_N, np.maximum(rule.tau, m0_N), stay_N)
     floor_N = np.where(sought_N, rule.tau, -np.inf)
-    led_N = ~point_N & (m0_N > 0) & (weight_N > 0)
+    led_N = ~point_N & (stay_N > 0) & (weight_N > 0)
     target_N, x_ED = first_N.copy(), np.zeros(shape)
+    pull = None if pull_ED is None else pull_ED.astype(np.float64) - start_ED
     rounds: list[Round] = []
     best: tuple[tuple[float, ...], int, F32, F64] | None = None
     for number in range(rule.rounds):
         least, floor = (CORRECTION, FLOOR) if number else (rule.rtol, 0.0)
         wanted_N = target_N - m0_N
         x_ED, iterations, residual = _minimum(
-            margins, weight_N, wanted_N, ridge, curvature_ED, x_ED, least, floor, rule.iterations
+            margins, weight_N, wanted_N, ridge, curvature_ED, x_ED, least, floor, rule.iterations, pull
         )
         s_ED = stored(start_ED + x_ED, curvature_ED)
         after_N = m0_N + margins.forward(s_ED - start_ED.astype(np.float64))
@@ -176,7 +188,7 @@ def solve_margins(
             best = (mark, number, s_ED, after_N)
         if not short_N.any() and not lost_N.any():
             break
-        target_N = target_N + OVER * short_N + np.where(lost_N, RESERVE * m0_N - after_N, 0)
+        target_N = target_N + OVER * short_N + np.where(lost_N, RESERVE * stay_N - after_N, 0)
     assert best is not None  # rounds >= 1
     _, at, s_ED, after_N = best
 
@@ -242,13 +254,16 @@ def _minimum(
     least: float,
     floor: float,
     most: int,
+    pull_ED: F64 | None = None,
 ) -> tuple[F64, int, float]:
-    """(R^T W R + ridge) x = R^T W wanted, from x_ED on.
+    """(R^T W R + ridge) x = R^T W wanted + ridge pull, from x_ED on.
 
     CG stops when `least` of the residual that it began with, or `floor` of the right side's length, is left, or after
     `most` iterations. Returns x, iterations, and the residual's length over the right side's.
     """
     b = margins.backward(weight_N * wanted_N).reshape(-1)
+    if pull_ED is not None:
+        b += ridge * pull_ED.reshape(-1)
     size = float(np.linalg.norm(b))
     if size == 0:
         return np.zeros(margins.shape), 0, 0.0

@@ -49,7 +49,8 @@ class MoeBuffers:
     """What a layer's router and experts did with the rows of a pass: scratch, which the next layer writes over.
 
     logits f32 [R, E]; chosen i32 [R, k] and weights f32 [R, k], by falling selection score; slots f32 [R, k, D], what
-    each chosen expert adds, its weight inside; shared A [R, D]; out A [R, D], their sum.
+    each chosen expert adds, its weight inside; shared A [R, D]; out A [R, D], their sum; post f32 [R, S], by which it
+    enters the streams; pre f32 [R, S], what comes next collapses them with.
     """
 
     layer: int
@@ -59,6 +60,8 @@ class MoeBuffers:
     slots: Buffer
     shared: Buffer
     out: Buffer
+    post: Buffer
+    pre: Buffer
 
 
 MoeTap = Callable[[MoeBuffers], None]
@@ -312,7 +315,7 @@ def feed_forward(p: Pass, lw: LayerWeights) -> None:
     out = p.temp("block_out", R, c.hidden_size)
     moe_sum(dev, out, slots, shared, R)
     if p.moe_tap is not None:
-        p.moe_tap(MoeBuffers(lw.layer, logits, chosen, weights, slots, shared, out))
+        p.moe_tap(MoeBuffers(lw.layer, logits, chosen, weights, slots, shared, out, post, p.pre))
     expand(dev, p.x, out, post, comb, R)
 
 

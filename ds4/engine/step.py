@@ -19,7 +19,7 @@ import numpy as np
 
 from ds4.device import Buffer, Device, Graph
 from ds4.engine.choose import Ending
-from ds4.engine.layer import Numerics, Pass, begin, head, run_layer
+from ds4.engine.layer import MoeTap, Numerics, Pass, begin, head, run_layer
 from ds4.engine.ngrams import NgramFeed, Rows
 from ds4.engine.scratch import Workspace
 from ds4.engine.slots import MAX_ROWS, Slots
@@ -51,7 +51,9 @@ class StepCounts:
 
 
 class StepRunner:
-    """The step of one sequence. `touched` u32 [layers]: distinct experts of the passes of several rows, by layer."""
+    """The step of one sequence. `touched` u32 [layers]: distinct experts of the passes of several rows, by layer.
+    `moe_tap` sees each layer's experts; as with a `tap`, launches are then direct ones, with the same bits.
+    """
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, numerics: Numerics, weights: ModelWeights,
@@ -60,6 +62,7 @@ class StepRunner:
         self.device, self.ws, self.config, self.numerics = device, ws, config, numerics
         self.weights, self.state, self.feed = weights, state, feed
         self.index_keys, self.graphs, self.touched = index_keys, graphs, touched
+        self.moe_tap: MoeTap | None = None
         self.counts = StepCounts()
         S, D = config.hc_mult, config.hidden_size
         self.slots = Slots(device)
@@ -112,7 +115,7 @@ class StepRunner:
         p = self._pass(count, self._published(start), main_hidden)
         self.ws.passes += 1
         state.will_write(start + count)  # also if it fails half way
-        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key and tap is None)
+        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key and not self._watched(tap))
         self.counts.passes += 1
         self.counts.one_row += count == 1
         self._last = key
@@ -201,14 +204,18 @@ class StepRunner:
         pos = self.slots.pos.view(0, (count,), "i32")
         return Pass(
             self.device, self.ws, c, self.numerics, "step", self.state, count, x, pre, pos, rows, published,
-            main_hidden, self.touched,
+            main_hidden, self.touched, self.moe_tap,
         )  # fmt: skip
+
+    def _watched(self, tap: Tap | None) -> bool:
+        """Whether somebody looks at what is between the launches, so that none may be replayed."""
+        return tap is not None or self.moe_tap is not None
 
     def _advance(
         self, key: Key, p: Pass, rows: Mapping[int, Rows], tap: Tap | None, ending: Ending | None, *, skip: bool
     ) -> None:
         """All segments; `skip`: the first one has run ahead."""
-        last = len(self._bounds) - 2
+        last, free = len(self._bounds) - 2, self.graphs and not self._watched(tap)
         replayed = captured = first = False
         for i in range(last + 1):
             if i > 0:
@@ -216,8 +223,8 @@ class StepRunner:
             segment: Key = (key, i)
             if ending is not None and i == last:
                 segment = (key, i, ending.key)
-            graph = self._graphs.get(segment) if tap is None and self.graphs else None
-            if graph is None and tap is None and self.graphs and segment in self._warm:
+            graph = self._graphs.get(segment) if free else None
+            if graph is None and free and segment in self._warm:
                 with self.device.capture() as graph:
                     self._segment(p, i, None, ending)
                 self._graphs[segment] = graph

@@ -256,3 +256,24 @@ def test_rules_without_a_solution_are_refused(values: dict[str, float], said: st
 def test_ridge_without_energy() -> None:
     assert ridge_of(np.zeros((2, 32)), 0.5) == 0.5
     assert ridge_of(np.array([[0.0, 2.0, 4.0]]), 0.5) == 1.5
+
+
+def test_what_is_to_stay_and_where_the_ridge_pulls_to_may_be_elsewhere_than_where_it_begins() -> None:
+    """From a table that moved already, the first one's margins kept and its gains pulled to: the minimum that a solve
+    from the first table has, since margins are linear here."""
+    rows, rule = made(), MarginRule(tau=0.5, lam=0.5, rounds=1, rtol=1e-10, iterations=3000)
+    first = solve_margins(rows, rule)
+    moved_ED = first.s_ED * np.float32(0.5) + np.float32(0.5)
+    moved_N = rows.margin_N + Margins(rows, Workers(1)).forward(moved_ED.astype(np.float64) - 1)
+    target_N = np.where(rows.point_N, np.maximum(rule.tau, moved_N), rows.margin_N)
+    again = solve_margins(
+        replace(rows, margin_N=moved_N), rule, moved_ED, keep_N=rows.margin_N, pull_ED=np.ones((E, D), np.float32)
+    )
+    # first one's targets: points that were above tau there stay where they were, which none was
+    assert (rows.margin_N[rows.point_N] < rule.tau).all() and (target_N[rows.point_N] == rule.tau).all()
+    np.testing.assert_allclose(again.after_N, first.after_N, atol=0.02)
+    assert np.abs(again.s_ED - first.s_ED).max() < 0.1 * np.abs(first.s_ED - 1).max()
+    with pytest.raises(UsageError, match=r"gains to pull to: \[10, 32\]"):
+        solve_margins(rows, rule, pull_ED=np.ones((E, 32), np.float32))
+    with pytest.raises(UsageError, match=r"margins to keep: \[3\]"):
+        solve_margins(rows, rule, keep_N=np.ones(3))

@@ -19,6 +19,7 @@ VARIANTS = ("fast", "check", "count")
 ORDERS = ("greedy", "rising", "falling")
 REPLAYS = ("recorded", "falling", "turns")
 CONFIG_NAME = "ds4.toml"
+SECTIONS = ("nightly",)  # tables of ds4.toml, each of a command of its own; the names before them are the server's
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,17 @@ def config_dirs(given: Path | None = None) -> list[Path]:
     return [*([given] if given is not None else []), Path("~/.config/ds4").expanduser()]
 
 
+def user_units(environ: Mapping[str, str] | None = None) -> Path:
+    """Where a user's systemd units lie: XDG_CONFIG_HOME/systemd/user, ~/.config without."""
+    env = os.environ if environ is None else environ
+    return (Path(env.get("XDG_CONFIG_HOME") or "~/.config") / "systemd" / "user").expanduser()
+
+
 def read_config(
-    known: Mapping[str, type | tuple[type, ...]], search: Sequence[Path], path: Path | None = None
+    known: Mapping[str, type | tuple[type, ...]],
+    search: Sequence[Path],
+    path: Path | None = None,
+    section: str | None = None,
 ) -> dict[str, object]:
     """Read `path`, or the first ds4.toml found in `search`. Names are those of the command's flags.
 
@@ -92,6 +102,7 @@ def read_config(
             write dashes or underscores.
         search: directories, in order.
         path: read this file, which must exist, instead of searching.
+        section: a table of SECTIONS instead of the names before all tables.
 
     Returns:
         name (with underscores) -> value; empty without a file.
@@ -109,8 +120,11 @@ def read_config(
         raise UsageError(f"{path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path}: not valid TOML: {e}") from e
+    table = {k: v for k, v in raw.items() if k not in SECTIONS} if section is None else raw.get(section, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {section} is {table!r}; expected a table, [{section}]")
     values: dict[str, object] = {}
-    for key, value in raw.items():
+    for key, value in table.items():
         name = key.replace("-", "_")
         if name not in known:
             flags = ", ".join(sorted(k.replace("_", "-") for k in known))

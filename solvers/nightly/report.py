@@ -91,14 +91,13 @@ def _gates(told: Mapping[str, Any]) -> Part:
 
 
 def _points(told: Mapping[str, Any]) -> Part:
-    points, names = told["points"], [c["name"] for c in told["candidates"] if c["leads"] is not None]
+    points, names = told["points"], [c["name"] for c in told["candidates"] if c["trained"] is not None]
     if not points:
         return Part("Points")
     texts = [f"{sum(p['before'] > 0 for p in points)} of {len(points)} points are right without a candidate."]
     for c in told["candidates"]:
-        if c["leads"] is not None:
-            right = sum(x > 0 for x in c["leads"])
-            said = c["answers"]
+        if c["trained"] is not None:
+            right, said = c["trained"]["right"], c["answers"]
             texts.append(
                 f"{c['name']}: {right} of {len(points)} are right; drawn freely, {said['said']} of {said['points']} "
                 f"answers to their prompts have the wanted token in its place, {told['said']['said']} without it."
@@ -108,12 +107,12 @@ def _points(told: Mapping[str, Any]) -> Part:
             (
                 p["request_id"] or f"line {p['line']}", str(p["position"]), f"{p['token_a']} before {p['token_b']}",
                 f"{p['before']:+.3f}",
-                *(f"{c['leads'][i]:+.3f}" for c in told["candidates"] if c["leads"] is not None),
+                *(f"{p['leads'][name]:+.3f}" for name in names),
             ),
-            tuple(p["texts_sha256"]),
+            tuple(p["texts_sha256"].split()),
             "bad" if p["before"] <= 0 else "",
         )
-        for i, p in enumerate(points)
+        for p in points
     )  # fmt: skip
     return Part("Points", tuple(texts), ("request", "place", "wanted", "lead before", *names), rows)
 

@@ -201,6 +201,7 @@ def test_a_lost_device_is_left_at_once() -> None:
 
 def test_a_server_that_is_always_busy_ends_the_night() -> None:
     world = World([4 * MB, 99 * MB], busy_looks=1000)
+    r = room(world, server=True)
 
     def work(_: Engine) -> None:
         assert world.lease is not None
@@ -208,5 +209,5 @@ def test_a_server_that_is_always_busy_ends_the_night() -> None:
         r.breathe()
 
     with pytest.raises(CapacityError, match=r"the server was busy for 100 s .* what is done is kept"):
-        whole(room(world, server=True), work)
-    assert world.lease is None
+        whole(r, work)
+    assert world.lease is None and world.events == ["borrow", "open", "close", "return", *["sleep"] * 4]

@@ -50,10 +50,9 @@ def base(bases: Callable[[str], Path]) -> Path:  # noqa: F811
 
 
 def argv(log: Path, base: Path, out: Path, *more: object) -> list[object]:
-    return [
-        "posttrain", "refit", "--log", log, "-o", out, "-m", base, "--engram-dir", CHECKPOINT, "--teacher", CHECKPOINT,
-        "--beside", "none", "--layers", "last", "--workers", 1, *more,
-    ]  # fmt: skip
+    model = ["-m", base, "--engram-dir", CHECKPOINT, "--teacher", CHECKPOINT]
+    rest = ["--beside", "none", "--layers", "last", "--workers", 1]
+    return ["posttrain", "refit", "--log", log, "-o", out, *model, *rest, *more]
 
 
 def test_from_a_log_to_a_folder_that_mounts(

@@ -30,6 +30,7 @@ COMMANDS = {
     "ruler": "ds4.cli.ruler",
     "solve": "ds4.cli.solve",
     "posttrain": "ds4.cli.posttrain",
+    "nightly": "ds4.cli.nightly",
     "forget": "ds4.cli.forget",
 }
 

@@ -11,6 +11,7 @@ Rows that cannot be read are reported with their line and why.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds4 import embedded
 from ds4.corpus import Document, Domain
 from ds4.errors import RequestError, UsageError
 from ds4.model.tokenizer import END_THINK, EOS, Tokenizer
@@ -27,8 +29,10 @@ from ds4.server.fields import Fields
 from ds4.server.openai import read_chat, read_completion
 from ds4.server.request import Limits, ServedModel
 from rulers.text import SHORTEST, Text
+from solvers.workfolder import MANIFEST
 
 SOURCE = "requests"  # of every document here
+GENERAL = "general"
 SLICE = "fit"  # of a domain whose text stands beside
 
 
@@ -236,6 +240,20 @@ def beside(day: DayText, others: Sequence[tuple[Text, Sequence[Document]]]) -> t
     for more, its_documents in others:
         text, documents = text.and_then(more, len(documents)), [*documents, *its_documents]
     return text, documents
+
+
+def domains_beside(zchain: Path | None) -> tuple[str, ...]:
+    """Domains whose text should stand beside requests: general text, and what the sidecar under them was solved for,
+    as far as its manifest says so and the domain is at hand. Without that a refit takes back what the sidecar gives.
+    """
+    names = [GENERAL]
+    if zchain is not None:
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads((zchain / MANIFEST).read_bytes())
+            own = told.get("domain") if isinstance(told, dict) else None
+            if own in embedded.domains() and own not in names:
+                names.append(str(own))
+    return tuple(names)
 
 
 def domain_text(

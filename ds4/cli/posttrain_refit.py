@@ -30,13 +30,13 @@ from ds4.teacher.tasks import Helpers, worth
 from ds4.work.choose import add_flags, crew_of
 from rulers.identity import file_mark, model_fingerprint
 from rulers.teacher_scores import weights_mark
-from solvers.day_text import SLICE, SOURCE, DayText, Unread, beside, day_text, domain_text
+from solvers.day_text import SLICE, SOURCE, DayText, Unread, beside, day_text, domain_text, domains_beside
 from solvers.fixture import DTYPES, Fixture, make_fixture, plan_fixture
 from solvers.refit import LAYERS, refit, report, require_requests
 from solvers.workfolder import check_name
 
 TOKENS, LENGTH = 8192, 512
-BESIDE, BESIDE_TOKENS, NONE = "general", 4096, "none"
+BESIDE_TOKENS, NONE = 4096, "none"
 MOST_UNREAD = 20  # told line by line
 
 
@@ -70,7 +70,8 @@ def add_parser(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )  # fmt: skip
     s.add_argument(
         "--beside", action="append", metavar="NAME",
-        help=f"text of this domain too, which is not to suffer; may be repeated; none: without (default {BESIDE})",
+        help="text of this domain too, which is not to suffer; may be repeated; none: without (default: general, and "
+        "the domain of the sidecar)",
     )  # fmt: skip
     s.add_argument(
         "--beside-tokens", type=int, default=BESIDE_TOKENS, metavar="N",
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     check_name(out)
     Workers(args.workers)  # says at once if that cannot be
     logged, broken, split = _logged(args)
-    domains = [Domain.open(name) for name in args.beside or [BESIDE] if name != NONE]
+    zchain = None if args.zchain is None else Path(args.zchain)
+    domains = [Domain.open(name) for name in args.beside or domains_beside(zchain) if name != NONE]
     checkpoint = Path(args.teacher) if args.teacher is not None else embedded.checkpoint()
     teacher = Teacher(open_source(checkpoint), args.arith)
     if args.model is None:
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     about = {
         "base": f"{Path(args.model).name} {file_mark(args.model)}",
         "teacher": f"{checkpoint.resolve().name} {weights_mark(checkpoint)}",
-        "zchain": None if args.zchain is None else Path(args.zchain).resolve().name, "length": args.length,
+        "zchain": None if zchain is None else zchain.resolve().name, "length": args.length,
         "beside": [
             {"domain": d.name, "tokens": len(more), "slice_sha256": d.sha256(SLICE)}
             for d, (more, _) in zip(domains, others, strict=True)

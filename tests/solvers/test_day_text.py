@@ -21,7 +21,7 @@ from ds4.posttrain.corrections import Correction
 from ds4.posttrain.log import Logged, append, make_folder, read_day
 from ds4.server.request import Card
 from rulers.text import Text
-from solvers.day_text import SOURCE, beside, day_text, domain_text, wanted_answers
+from solvers.day_text import SOURCE, beside, day_text, domain_text, domains_beside, wanted_answers
 
 CONFIG = Checkpoint.open(embedded.checkpoint()).config
 TOKENIZER = Tokenizer.from_file(embedded.checkpoint() / "tokenizer.json", CONFIG)
@@ -192,3 +192,13 @@ def test_other_text_beside_it() -> None:
     sources = [documents[d].source for d in text.documents]
     assert sources[: len(day.text)] == [SOURCE] * len(day.text) and SOURCE not in sources[len(day.text) :]
     assert [documents[d].id for d in text.documents[-len(more) :]] == [general[1][d].id for d in more.documents]
+
+
+def test_which_text_stands_beside(tmp_path: Path) -> None:
+    shipped = Path(__file__).parent.parent.parent / "sidecars"
+    assert domains_beside(None) == ("general",) == domains_beside(shipped / "general")
+    assert domains_beside(shipped / "law") == ("general", "law")
+    for told in ("[]", "{", '{"domain": "of my own"}', '{"domain": ["law"]}'):
+        (tmp_path / "manifest.json").write_text(told)
+        assert domains_beside(tmp_path) == ("general",)
+    assert domains_beside(tmp_path / "none") == ("general",)

@@ -83,6 +83,7 @@ def chains(method: str, solvers: Mapping[str, Solver], *, points: bool, teacher:
     """The candidates of a night: name -> its solves in order.
 
     Args:
+        solvers: those that there are; one that solves against the original is none without it.
         points, teacher: whether there are any.
 
     Returns:
@@ -94,7 +95,7 @@ def chains(method: str, solvers: Mapping[str, Solver], *, points: bool, teacher:
     wanted = CHAINS if method == BEST else {method: CHAINS[method]}
     found = {}
     for name, chain in wanted.items():
-        if any(solvers[s].needs_teacher for s in chain) and not teacher:
+        if any(s not in solvers or (solvers[s].needs_teacher and not teacher) for s in chain):
             if method != BEST:
                 raise UsageError(f"--method {method} solves against the original: name its checkpoint (--teacher)")
             continue

@@ -13,7 +13,7 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -332,7 +332,7 @@ class Worker:
             return
         with self._change:
             self.card = card = Card.of(self.engine)
-        log.info("reloaded: %s", card.sidecars)
+        log.info("reloaded: %s", _names(card.sidecars))
         order.future.set_result(card.sidecars)
 
     def _lend_out(self, order: Lend) -> None:
@@ -411,6 +411,11 @@ class Worker:
             without_frames(e)
             end = Failed(e)
         job.outbox.put(end)
+
+
+def _names(sidecars: Mapping[str, object]) -> str:
+    """What is mounted, for the log."""
+    return ", ".join(f"{key} {one['name'] if isinstance(one, dict) else 'none'}" for key, one in sidecars.items())
 
 
 def _told(error: Exception) -> str:

@@ -342,3 +342,32 @@ def test_bad_orders(body: Any, names: str | None) -> None:
         assert server.worker.state == "lent" and server.worker.lease is not None
         give_back(server, lease)
         failed(give_back(server, lease), 404, "lease_over")
+
+
+def test_many_requests_with_orders_between_them() -> None:
+    """A small soak: reloads, leases that are returned and leases that run out, clients that leave. Who stays gets its
+    whole answer, from one engine."""
+    opener, orders = Opener(), 0
+
+    def one(i: int, server: Served) -> bool:
+        if i % 5 == 0:
+            server.raw("/v1/completions", {"prompt": "x", "stream": bool(i % 2)}).close()
+            return True
+        said = server.chat(str(i), stream=bool(i % 2))
+        text = joined(events(without_pings(said))) if i % 2 else answer(said)
+        return text in [f"engine {n}" for n in range(len(opener.made))]
+
+    with lending(opener, limits=Limits(queue=100, ping_s=0.05)) as (server, pool):
+        answers = [pool.submit(one, i, server) for i in range(40)]
+        while not all(a.done() for a in answers) or orders < 4:
+            assert server.admin("reload").status_code == 200
+            lease = lent(server, lease_s=0.5)
+            if orders % 3:
+                give_back(server, lease)
+            else:
+                until(lambda: server.worker.lease is None)
+            orders += 1
+        assert all(a.result() for a in answers)
+        until(lambda: server.worker.state == "ready")
+        assert len(opener.made) == orders + 1 and all(engine.closed for engine in opener.made[:-1])
+        assert server.worker.waiting == server.worker.running == 0

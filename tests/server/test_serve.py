@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from ds4.cli.serve import parse, run
-from ds4.errors import CapacityError, Ds4Error, UsageError
+from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from ds4.posttrain.log import read_log
 from ds4.server.listen import is_loopback, listen
 from tests.base.toys import toy_base, toy_dir
@@ -58,6 +58,7 @@ def test_the_users_file_is_the_second_place(tmp_path: Path) -> None:
         (["--host", "192.168.1.5"], "--api-key"),
         (["--host", "::"], "--api-key"),
         (["--api-key", " "], "--api-key"),
+        (["--admin-key", " "], "--admin-key"),
         (["--port", "65536"], "--port"),
         (["--queue", "-1"], "--queue"),
     ],
@@ -140,6 +141,28 @@ def test_a_model_is_looked_at_before_listening(
         with pytest.raises(Ds4Error, match=re.escape(str(tmp_path))):
             run(["-m", str(tmp_path / name), "--port", "0"])
     assert "listening" not in caplog.text
+
+
+def test_an_admin_key_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the server listens; the file of ds4.toml is the flag's."""
+    monkeypatch.setattr("ds4.cli.serve.listen", lambda *_: pytest.fail("it listens"))
+    path = tmp_path / "admin.key"
+    path.write_text("a-key-of-both-kinds")
+    path.chmod(0o600)
+    (tmp_path / "ds4.toml").write_text(f'model = "x.gguf"\nadmin_key = "{path}"\n')
+    with pytest.raises(UsageError, match="would then give orders too"):
+        run(["--dir", str(tmp_path), "--api-key", "a-key-of-both-kinds"])
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="others may use this key"):
+        run(["--dir", str(tmp_path)])
+
+
+def test_a_night_that_is_not_there_is_named_before_listening(tmp_path: Path) -> None:
+    (tmp_path / "nightly.json").write_text('{"kind": "ds4-nightly", "version": 1}')
+    (tmp_path / "current").symlink_to("nights/2026-11-30")
+    flags = ["-m", str(toy_base("oracle-a", bits=6)), "--engram-dir", str(toy_dir("oracle-a")), "--port", "0"]
+    with pytest.raises(FileFormatError, match="ds4 nightly rollback"):
+        run([*flags, "--posttrain", str(tmp_path)])
 
 
 def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def night_of(args: argparse.Namespace) -> tuple[Night, dict[str, Solver]]:
     )  # fmt: skip
     solvers: dict[str, Solver] = {"margins": Margins(args.workers)}
     if teacher is not None:
-        solvers["refit"] = Refit(base, teacher, args.workers, args.layers)
+        solvers["refit"] = Refit(base, teacher, args.workers, args.layers, beside=tuple(t.domain for t in texts))
     return night, solvers
 
 

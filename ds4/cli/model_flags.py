@@ -17,16 +17,16 @@ Progress = Callable[[int, int], None]
 
 
 def add_model_flags(
-    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False, posttrain: bool = True
+    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False, nightly: bool = False
 ) -> None:
     """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft;
-    `embedded`: without -m it takes the embedded model's base; `posttrain`: it mounts such a folder.
+    `embedded`: without -m it takes the embedded model's base; `nightly`: it makes what others mount, beside a server.
     """
     which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
     p.add_argument("-m", "--model", required=not embedded, metavar="BASE", help=which)
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
     p.add_argument("--zchain", metavar="DIR", help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin")
-    if posttrain:
+    if not nightly:
         p.add_argument(
             "--posttrain", metavar="DIR",
             help="mount a post-training folder, solved on that sidecar; of `ds4 nightly`'s folder, the current night",
@@ -44,7 +44,12 @@ def add_model_flags(
             "--draft", choices=("drawn", "argmax"), help="how drafts are picked, no seed given (default: drawn)"
         )
         p.add_argument("--draft-k", type=_at_least_0, metavar="N", help="N drafts in every round, not what pays")
-    p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help="refuse a model larger than this")
+    budget = (
+        "memory beside the server; what takes more borrows its device"
+        if nightly
+        else "refuse a model larger than this"
+    )
+    p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help=budget)
 
 
 def _at_least_1(text: str) -> int:

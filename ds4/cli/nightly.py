@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "prefill": "replay", "index_keys": "owner", "chunk": 512, "no_graph": False,
 }  # fmt: skip
 NUMBER = (int, float)
+SIGHUP = "a running server has it after SIGHUP, or at once where it is named (--server, --admin-key)"
 # what [nightly] of ds4.toml may set
 KNOWN: dict[str, type | tuple[type, ...]] = {
     "log": str, "home": str, "days": int, "model": str, "engram_dir": str, "zchain": str, "teacher": str,
@@ -101,7 +102,7 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
         "--corrections", action="append", metavar="FILE",
         help="corrections; may be repeated (default: corrections*.jsonl in the log's folder)",
     )  # fmt: skip
-    add_model_flags(p, prefill="replay", embedded=True, posttrain=False)
+    add_model_flags(p, prefill="replay", embedded=True, nightly=True)
     p.add_argument(
         "--teacher", metavar="CKPT",
         help="the original's checkpoint, for refit and rulers (default: none; with the embedded base its own)",
@@ -278,6 +279,8 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(told, ensure_ascii=False))
     elif outcome.event == "accepted":
         print(f"{night.day}: accepted and mounted as {outcome.name}\n{outcome.report}")
+        if server is None:
+            _say(SIGHUP)
     elif outcome.event == "rejected":
         print(f"{night.day}: rejected, {outcome.reason}\n{outcome.report}")
     else:
@@ -363,7 +366,7 @@ def _rollback(args: argparse.Namespace) -> int:
     else:
         print(f"mounted: {now or NONE}, before: {was or NONE}" + ("" if took is None else f"; the server has {took}"))
         if server is None:
-            print("a running server has it after SIGHUP, or name it by --server", file=sys.stderr)
+            _say(SIGHUP)
     return 0
 
 

@@ -106,9 +106,18 @@ def test_a_night_of_all_methods(night_log: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at", ["points", "solve, margins", "free answers, margins"])
-def test_a_killed_night_goes_on_and_gives_the_same_folder(night_log: Path, tmp_path: Path, at: str) -> None:
-    """SIGKILL in the middle of a step, by the command; the next run ends as an undisturbed one."""
+@pytest.mark.parametrize(
+    ("at", "number", "code"),
+    [
+        ("points", signal.SIGKILL, -signal.SIGKILL),
+        ("solve, margins", signal.SIGKILL, -signal.SIGKILL),
+        ("free answers, margins", signal.SIGTERM, 130),
+    ],
+)
+def test_a_killed_night_goes_on_and_gives_the_same_folder(
+    night_log: Path, tmp_path: Path, at: str, number: signal.Signals, code: int
+) -> None:
+    """Killed or stopped in the middle of a step, by the command; the next run ends as an undisturbed one."""
     whole, home = tmp_path / "whole", tmp_path / "killed"
     flags = ("--method", "margins")
     subprocess.run(command(night_log, whole, *flags), env=env(), capture_output=True, check=True)
@@ -118,9 +127,9 @@ def test_a_killed_night_goes_on_and_gives_the_same_folder(night_log: Path, tmp_p
     assert process.stderr is not None
     for line in process.stderr:
         if line == f"{at} ...\n":
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
             break
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait() == code
     assert Home.open(home).under_way() == ["2026-11-29"] and Home.open(home).current is None
     done = subprocess.run(command(night_log, home, *flags), env=env(), capture_output=True, text=True, check=True)
     assert f"{at} ..." in done.stderr and "mounted before ..." not in done.stderr, "it went on, it did not begin anew"

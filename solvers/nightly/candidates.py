@@ -54,6 +54,7 @@ class Candidate:
         name: refit, margins or refit+margins.
         folder: the post-training folder; None: there is none, for what `missing` says.
         figures: each solve's own.
+        trains: whether it was solved for the points.
         leads: of the points, by a real forward; None without points.
         held_out: see judge.carried.
     """
@@ -62,6 +63,7 @@ class Candidate:
     folder: Path | None
     figures: list[dict[str, Any]]
     missing: str = "no gains that help were found"
+    trains: bool = False
     leads: list[float] | None = None
     answers: dict[str, int] = field(default_factory=dict)
     rulers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -77,11 +79,13 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Of those that pass, the highest is taken (job.py)."""
+        """Of those that pass, the highest is taken (job.py). What people corrected comes first: a candidate that was
+        not solved for it is taken where none that was passes.
+        """
         held = self.held_out["right_after"] if self.held_out else 0
         right = sum(x > 0 for x in self.leads or ())
         general = next(iter(self.rulers.values()), None)
-        return (held, right, general["sigma_min"]["mean"] if general else 0.0)
+        return (self.trains, held, right, general["sigma_min"]["mean"] if general else 0.0)
 
 
 @dataclass
@@ -197,6 +201,7 @@ class Bench:
         assert self.before is not None
         for text, after in seen.readings.items():
             made.rulers[self.originals[text].meta.domain] = judge.difference(self.before.readings[text], after)
+        made.trains = own.real is not None
         made.held_out = self._held_out(name, chain, made.leads)
         made.verdicts = self._verdicts(made, seen, own, apart)
         return made
@@ -272,13 +277,12 @@ class Bench:
     def _verdicts(self, made: Candidate, seen: Seen, own: Solved, apart: float) -> list[Verdict]:
         assert self.before is not None
         limits, out = self.night.thresholds, []
-        trains = own.real is not None
-        if trains and made.leads is not None:
+        if made.trains and made.leads is not None:
             out.append(gates.flipped([p.margin for p in self.points], made.leads, limits.flipped))
             out.append(gates.correlation(own.correlation, apart, limits.correlation))
         else:
             out += [Verdict.left_out(gate, "this method trains no points") for gate in ("flipped", "correlation")]
-        same, n = judge.kept(self._watched, self.before.likeliest, seen.likeliest, self.points if trains else ())
+        same, n = judge.kept(self._watched, self.before.likeliest, seen.likeliest, self.points if made.trains else ())
         out.append(gates.kept(same, n, limits.kept))
         for text in self.night.texts:
             scores = self.originals.get(text.domain)

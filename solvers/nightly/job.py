@@ -4,8 +4,9 @@
     points  what the base with its sidecar does today, on the path that requests take
     solve   every candidate that the method has; and once more without the day's own points, which then judge it
     judge   points, other positions, free answers, rulers; each by a real forward with the candidate mounted
-    choose  of those that pass every gate the one with the most held-out points right; of equals the most trained
-            points, then the highest Sigma-min on general text, then refit+margins before margins before refit
+    choose  of those that pass every gate one that was solved for the points before one that was not; of these the one
+            with the most held-out points right; of equals the most trained points, then the highest Sigma-min on
+            general text, then refit+margins before margins
     mount   nights/NAME, `current`, history, the server's reload; the others go to rejected/
 
 A night that ends in any other way leaves `current` as it was, and a line in history with the reason.

@@ -43,18 +43,18 @@ def publish(home: Home, bench: Bench, candidates: Sequence[Candidate], head: Map
             report.write(c.folder, {**told, "name": name})
         home.place(c.folder, name, below)
     chosen = plan["chosen"]
-    lines = {name: (below, c) for c, (below, name) in plan["places"].items()}
-    if chosen is not None:
-        home.switch(plan["places"][chosen][1])
     noted = {(r.get("event"), r.get("night")) for r in home.history.read()[0]}
-    for name, (below, c) in lines.items():
-        event = "accepted" if below == NIGHTS else "rejected"
-        if (event, name) not in noted:
-            line = {"event": event, "day": str(bench.night.day), "night": name, "method": c}
-            line |= {"before": plan["before"]} if event == "accepted" else {"reason": told["why"][c]}
+    day = str(bench.night.day)
+    for c, (below, name) in plan["places"].items():
+        if below == REJECTED and ("rejected", name) not in noted:
+            line = {"event": "rejected", "day": day, "night": name, "method": c, "reason": told["why"][c]}
             home.history.append(line)
     if chosen is not None:
         below, name = plan["places"][chosen]
+        home.switch(name)
+        if ("accepted", name) not in noted:
+            line = {"event": "accepted", "day": day, "night": name, "method": chosen, "before": plan["before"]}
+            home.history.append(line)
         return Outcome("accepted", name, "", home.path / below / name / report.FILES[0])
     first = made[0].name
     below, name = plan["places"][first]

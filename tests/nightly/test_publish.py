@@ -51,7 +51,10 @@ def candidate(steps: Steps, name: str, verdict: Verdict = GOOD, held: int = 0, l
         folder.mkdir(parents=True)
         (folder / "gr_L05.bin").write_bytes(name.encode())
     gain = {"points": 4, "right_before": 0, "right_after": held, "margin_gain": {"mean": 0.5, "se": None}}
-    return Candidate(name, folder, [{}], leads=list(leads), answers=ANSWERS, held_out=gain, verdicts=[verdict])
+    trains = name != "refit"
+    return Candidate(
+        name, folder, [{}], trains=trains, leads=list(leads), answers=ANSWERS, held_out=gain, verdicts=[verdict]
+    )
 
 
 def bench(steps: Steps) -> Bench:
@@ -104,20 +107,31 @@ def test_the_best_of_those_that_passed_is_mounted(home: Home) -> None:
     ]  # fmt: skip
     events = [(e["event"], e["night"], e.get("before"), e.get("reason")) for e in home.history.read()[0]][1:]
     assert events == [
-        ("accepted", DAY, "2026-11-29", None), ("rejected", f"{DAY}.2", None, "kept: half of it <changed>"),
-        ("rejected", f"{DAY}.3", None, "passed, but margins is better"),
+        ("rejected", f"{DAY}.2", None, "kept: half of it <changed>"),
+        ("rejected", f"{DAY}.3", None, "passed, but margins is better"), ("accepted", DAY, "2026-11-29", None),
     ]  # fmt: skip
     assert home.rollback(None) == (DAY, "2026-11-29")
 
 
-def test_of_equals_the_first_is_taken_and_trained_points_count_next(home: Home) -> None:
-    assert run(home, ("margins", GOOD, 2), ("refit", GOOD, 2)).event == "accepted"
-    assert home.about(DAY)["method"] == "margins"
-    steps = begin(home)
-    steps.remove()
-    steps = begin(home)
-    fewer = candidate(steps, "margins", leads=(-1.0, 2.0))
-    publish(home, bench(steps), [fewer, candidate(steps, "refit")], HEAD)
+def rank(name: str, held: int = 0, leads: tuple[float, ...] = (1.0, 2.0), sigma: float = 0.0) -> tuple[float, ...]:
+    return Candidate(
+        name, Path("x"), [], trains=name != "refit", leads=list(leads), held_out={"right_after": held},
+        rulers={"general": {"sigma_min": {"mean": sigma}}, "law": {"sigma_min": {"mean": 9.0}}},
+    ).rank  # fmt: skip
+
+
+def test_the_order_of_candidates(home: Home) -> None:
+    """People's corrections first, then what carries over, then trained points, then general text, then CHAINS."""
+    assert rank("margins") > rank("refit", held=5), "corrections that were solved for are not given up for a chance"
+    assert rank("margins", held=2, leads=(-1.0, -1.0)) > rank("refit+margins", held=1)
+    assert rank("margins", leads=(1.0, 1.0), sigma=-1.0) > rank("refit+margins", leads=(-1.0, 1.0))
+    assert rank("margins", sigma=0.1) > rank("refit+margins", sigma=0.0)
+    assert run(home, ("refit+margins", GOOD, 2), ("margins", GOOD, 2)).event == "accepted"
+    assert home.about(DAY)["method"] == "refit+margins"
+
+
+def test_a_refit_is_taken_where_nothing_else_passes(home: Home) -> None:
+    assert run(home, ("margins", BAD, 2), ("refit", GOOD, 0)).event == "accepted"
     assert home.about(str(home.current))["method"] == "refit"
 
 

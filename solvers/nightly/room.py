@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 from ds4.engine import Engine
@@ -85,7 +87,9 @@ class Room:
     def __enter__(self) -> Room:
         return self
 
-    def __exit__(self, *why: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if tb is not None:
+            traceback.clear_frames(tb)  # a failed step's variables hold the engine, and with it the device's memory
         self._leave()
 
     def run(self, work: Callable[[Engine], T]) -> T:

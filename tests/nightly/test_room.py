@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,6 +112,39 @@ def test_a_device_is_borrowed_where_room_is_short_and_given_back_in_the_end(shor
     assert world.events == ["borrow", "open", "close", "return"] and r.ever_borrowed
     why = "free are 4 MB: 6 MB are missing" if short == "memory" else "the budget has 9 MB: 1 MB are missing"
     assert cast(Any, r).said == [f"the engine and a solve take 10 MB, {why}: borrowing the server's device"]
+
+
+def test_the_device_goes_back_empty() -> None:
+    """Whether work fails, or is to make way: when the server gets its device, nothing holds the engine any more."""
+    engines: list[weakref.ref[OneEngine]] = []
+    held: list[bool] = []
+
+    class Strict(World):
+        def open(self) -> Engine:
+            made = super().open()
+            engines.append(weakref.ref(cast(OneEngine, made)))
+            return made
+
+        @contextmanager
+        def borrow(self) -> Iterator[Lease]:
+            with super().borrow() as lease:
+                yield lease
+            held.append(any(ref() is not None for ref in engines))
+
+    world = Strict([4 * MB, 99 * MB, 4 * MB, 99 * MB])
+    r = room(world, server=True)
+
+    def step(engine: Engine) -> None:
+        session = [engine, engine]  # noqa: F841 - what a step has of it
+        if len(engines) == 1:
+            assert world.lease is not None
+            world.lease.waiting = 1
+            r.breathe()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        whole(r, lambda engine: step(engine))
+    assert held == [False, False] and len(engines) == 2
 
 
 def test_too_large_even_for_the_borrowed_device() -> None:

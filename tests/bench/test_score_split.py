@@ -1,0 +1,13 @@
+"""bench/score_split.py runs and says what it judged. Which solve is better is for the bench, at its own size."""
+
+from tests.bench.test_benches import run
+
+
+def test_score_split() -> None:
+    code, out, text = run("score_split.py", "--points", "2", "--answers", "12", "--domains", "code")
+    assert code == 0, text
+    assert set(out["found"]) == {"deployed", "prefilled"} and 18 <= out["others"] <= 26
+    served, prefilled = out["found"]["deployed"], out["found"]["prefilled"]
+    assert served["flipped"] == served["says"]["flipped"] and served["kept"] == served["says"]["kept"]
+    assert served["largest_difference"] == 0 < prefilled["largest_difference"]
+    assert "2 points" in text and "others kept" in text

@@ -3,9 +3,9 @@
     python bench/score_split.py [--points 24] [--answers 64] [--domains code,law] [--tau 0.5] [--seed 0]
 
 Text of the embedded model's domains stands for chats: 60 tokens by prefill, then up to `--answers` tokens as an
-answer by the decode kernels. Each turn has one decision that is to come out otherwise, at its end: the second to fourth
-choice there; all its other decisions are to stay. Both solves are judged by the same reading on the path of requests,
-prompt by bounded prefill and answer by decode:
+answer by the decode kernels. Each turn has one decision that is to come out otherwise, at its end: the second to the
+fourth choice there; all its other decisions are to stay. Both solves are judged by the same reading on the path of
+requests, prompt by bounded prefill and answer by decode:
 
     deployed     everything is read there, as `ds4 nightly` does
     prefilled    everything is read by one full prefill, rounds of the solve too

@@ -69,10 +69,17 @@ class LayerWork:
         """The layer as it is now; takes a quarter of its time from `start` on."""
         return self.captures.layer(self.layer, progress=lambda done, n: self.tell(start + 0.25 * done / n))
 
-    def solve_gains(self, found: Captured, target: Target, rule: Rule) -> GainSolution:
-        E = self.captures.engine.config.n_routed_experts
+    def solve_gains(self, found: Captured, target: Target, rule: Rule, wanted_T: Mask | None = None) -> GainSolution:
+        """Gains on the captured rows, or on some of them, bool [T], which are copied."""
+        E, held_T = self.captures.engine.config.n_routed_experts, self.held_T
         rows = BlockRows(found.slots_TKD, found.picks_TK, found.shared_TD, target.output_TD, E)
-        return solve_gains(rows, self.held_T, rule, self.workers, lambda done, n: self.tell(0.5 + 0.5 * done / n))
+        if wanted_T is not None and not wanted_T.all():
+            held_T = held_T[wanted_T]
+            rows = BlockRows(
+                found.slots_TKD[wanted_T], found.picks_TK[wanted_T], found.shared_TD[wanted_T],
+                target.output_TD[wanted_T], E,
+            )  # fmt: skip
+        return solve_gains(rows, held_T, rule, self.workers, lambda done, n: self.tell(0.5 + 0.5 * done / n))
 
     def put_gains(self, found: Captured, gains: GainSolution) -> dict[str, str]:
         """Write gains, mount them, and compare what the engine makes of them; the file's name and hash.

@@ -7,11 +7,14 @@ means ② as it is. No router bias, which a ③ cannot have; ②'s stay on. All 
 before it mounted, or the last one alone.
 
 Rows are held out by document, a document being a request (or the requests of one conversation): what was asked once
-is either fitted or judged by, never both, when choices are made; the rule then fits all rows once more. Gains of a
-layer are kept if they take half a percent off the error of the requests held out and add no more than that to the
-error of the text beside them, both measured against ② with one factor for all its experts together (`level_of`). That
-factor is there because ② is louder than the least error would have it (gains.py), and undoing that says nothing about
-the day.
+is either fitted or judged by, never both, when choices are made; the rule then fits all rows once more. What windows
+begin with in common (the begin-of-sentence token, a template, a system message) counts in the first of them only, or
+the same rows would be fitted in one and judged by in another.
+
+Gains of a layer are kept if they take half a percent off the error of the requests held out and add no more than that
+to the error of the text beside them, both measured against ② with one factor for all its experts together
+(`level_of`). That factor is there because ② is louder than the least error would have it (gains.py), and undoing that
+says nothing about the day.
 
 The folder is made as a sidecar is (sidecar.py): NAME.part until all layers are there, taken up after a kill with the
 same bytes. `base.fnv` in it names the ② that it was solved on.
@@ -34,6 +37,7 @@ from ds4.errors import UsageError
 from ds4.sidecar.files import FINGERPRINT, GAIN_FP4, gain_bytes
 from ds4.sidecar.fingerprint import check_base, format_fingerprint, sidecar_fingerprint
 from ds4.teacher.run import Teacher
+from rulers.text import Text
 from solvers.capture import Captured, Captures
 from solvers.day_text import SOURCE
 from solvers.fixture import Fixture, Target
@@ -99,6 +103,7 @@ def refit(
         return done
     held_T, requests, held_requests = hold_out(fixture)
     asked_T = np.array([source == SOURCE for source in fixture.sources])
+    fresh_T = first_seen(fixture.text)
     captures = Captures(_bare(engine), fixture.text)
     wanted = range(n_layers) if layers == "all" else range(n_layers - 1, n_layers)
     room = len(wanted) * gain_bytes(c.n_routed_experts, c.hidden_size, GAIN_FP4)
@@ -111,15 +116,16 @@ def refit(
         mount()
         for done_before, layer in list(enumerate(wanted))[len(work.records) :]:
             tell = within(progress, done_before, len(wanted))
-            job = _Layer(captures, work, mount, teacher, layer, held_T, workers, tell, asked_T)
+            job = _Layer(captures, work, mount, teacher, layer, held_T, workers, tell, asked_T, fresh_T)
             record = job.solve(fixture.layer(layer))
             work.add(record)
             if say is not None:
                 say(describe(record))
+        judged = int((held_T & fresh_T).sum())
         manifest = {
             **head, "fingerprint": format_fingerprint(*sidecar_fingerprint(work.folder, n_layers)).strip(),
-            "requests": requests, "held_out_requests": held_requests, "held_out_rows": int(held_T.sum()),
-            "layers": work.records,
+            "requests": requests, "held_out_requests": held_requests, "held_out_rows": judged,
+            "repeated_rows": int((~fresh_T).sum()), "layers": work.records,
         }  # fmt: skip
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         work.publish({"manifest.json": text, "manifest.txt": report(manifest)})
@@ -143,6 +149,20 @@ def hold_out(fixture: Fixture) -> tuple[Mask, int, int]:
     held = np.zeros(len(documents), np.bool_)
     held[order[EVERY - 1 :: EVERY]] = True
     return held[which_T], requests, int(held[sources == SOURCE].sum())
+
+
+def first_seen(text: Text) -> Mask:
+    """bool [T], False on rows that repeat one: a window's tokens as far as another window before it begins with the
+    same ones. A model computes the same there.
+    """
+    fresh_T = np.zeros(len(text), np.bool_)
+    children: dict[tuple[int, int], int] = {}  # (node, token) -> node; a node is a beginning of some window
+    for part in text.slices:
+        node = 0
+        for at, token in enumerate(text.ids[part].tolist(), start=part.start):
+            fresh_T[at] = (node, token) not in children
+            node = children.setdefault((node, token), len(children) + 1)
+    return fresh_T
 
 
 def require_requests(n: int, where: str) -> None:
@@ -212,9 +232,14 @@ def _head(fixture: Fixture, about: Mapping[str, Any], under: str, layers: str) -
 
 @dataclass
 class _Layer(LayerWork):
-    """One layer's work. asked_T: bool [T], rows of requests, not of what stands beside them."""
+    """One layer's work.
+
+    asked_T: bool [T], rows of requests, not of what stands beside them. fresh_T: rows that are neither fitted nor
+        judged by are False.
+    """
 
     asked_T: Mask
+    fresh_T: Mask
 
     def solve(self, target: Target) -> dict[str, Any]:
         """Solve, write, mount; the layer's record."""
@@ -222,9 +247,10 @@ class _Layer(LayerWork):
         found = self.capture(0.0)
         shares = {"sums": found.sums, "sets": found.sets, "original_routing": routing}
         same = (np.sort(found.picks_TK, axis=1) == np.sort(target.picks_Tk, axis=1)).all(axis=1)
-        factor = level_of(found, target.output_TD, ~self.held_T)
-        gains = self.solve_gains(found, target, BEST)
-        groups = {"requests": self.held_T & self.asked_T, "beside": self.held_T & ~self.asked_T}
+        judged_T = self.held_T & self.fresh_T
+        factor = level_of(found, target.output_TD, ~self.held_T & self.fresh_T)
+        gains = self.solve_gains(found, target, BEST, self.fresh_T)
+        groups = {"requests": judged_T & self.asked_T, "beside": judged_T & ~self.asked_T}
         error = {
             name: _errors(found, target.output_TD, rows, factor, gains) for name, rows in groups.items() if rows.any()
         }
@@ -233,7 +259,7 @@ class _Layer(LayerWork):
         files = self.put_gains(found, gains) if written else {}
         self.tell(1.0)
         return {
-            "layer": self.layer, "shares": shares, "same_set": float(same[self.held_T].mean()), "level": factor,
+            "layer": self.layer, "shares": shares, "same_set": float(same[judged_T].mean()), "level": factor,
             "held_out_error": error, "held_out_gain": gained, "gains": {**gains_record(gains), "written": written},
             "files": files,
         }  # fmt: skip

@@ -20,11 +20,13 @@ from ds4.engine import Engine
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from ds4.sidecar.files import gain_path, list_folder, read_gains
 from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint
+from rulers.text import Text
 from solvers import refit as module
 from solvers import workfolder
 from solvers.capture import Captures
 from solvers.fixture import Fixture
 from solvers.gains import BEST, solve_gains
+from solvers.refit import first_seen
 from solvers.rows import BlockRows
 from tests.engine.conftest import bases, fast_device  # noqa: F401 - fixtures
 from tests.reference_sidecar import sign, write_sidecar
@@ -80,9 +82,12 @@ def test_each_layer_is_solved_on_the_sidecar_and_those_before_it(
     captures = Captures(engine, fixture.text)
     captures.mount(zchain, rest)
     c, target = captures.layer(layer), fixture.layer(layer)
-    rows = BlockRows(c.slots_TKD, c.picks_TK, c.shared_TD, target.output_TD, engine.config.n_routed_experts)
+    at_T = np.arange(len(fixture.text))
+    fresh_T = (at_T < 48) | (at_T % 48 >= 4)  # what all windows begin with counts in the first
+    arrays = (a[fresh_T] for a in (c.slots_TKD, c.picks_TK, c.shared_TD, target.output_TD))
     held_T = np.isin(fixture.text.documents, (3, 7, 11))  # every fourth, the requests first
-    again = solve_gains(rows, held_T, BEST)
+    again = solve_gains(BlockRows(*arrays, engine.config.n_routed_experts), held_T[fresh_T], BEST)
+    held_T &= fresh_T
     np.testing.assert_array_equal(read_gains(found.gains[layer], *again.s_ED.shape), again.s_ED)
     record = manifest["layers"][layer]
     assert record["gains"]["lambda"] == again.lam
@@ -105,7 +110,8 @@ def test_what_the_folder_says_and_where_it_mounts(
     n = engine.config.num_hidden_layers
     assert json.loads((out / "manifest.json").read_text()) == manifest
     assert (manifest["requests"], manifest["held_out_requests"], manifest["solved_layers"]) == (REQUESTS, 2, "all")
-    assert manifest["held_out_rows"] == 3 * 48 and [r["layer"] for r in manifest["layers"]] == list(range(n))
+    assert (manifest["held_out_rows"], manifest["repeated_rows"]) == (3 * 44, 11 * 4)
+    assert [r["layer"] for r in manifest["layers"]] == list(range(n))
     under = format_fingerprint(*sidecar_fingerprint(zchain, n))
     assert (out / "base.fnv").read_text() == under and manifest["solved_on"] == under.strip()
     named = {name for r in manifest["layers"] for name in r["files"]}
@@ -124,6 +130,11 @@ def test_what_the_folder_says_and_where_it_mounts(
         with pytest.raises(FileFormatError, match=r"base\.fnv: solved on sidecar"):
             engine.remount(other, out)
     engine.remount(None, None)
+
+
+def test_rows_that_repeat() -> None:
+    text = Text.of([[0, 5, 6, 7], [0, 5, 7, 6], [5, 6], [0, 5, 6, 7, 8], [5, 6]], [0, 1, 2, 3, 4])
+    assert first_seen(text).astype(int).tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_the_sidecar_under_it_matters(engine: Engine, fixture: Fixture, zchain: Path, tmp_path: Path) -> None:
@@ -206,17 +217,16 @@ from tests.conftest import opened
 from tests.solvers.refitting import solve
 from tests.solvers.solving import engine_on
 
-work, count = WorkFolder.put, [2]  # base.fnv, the first layer's file, and dies in the next one's layer
+add, count = WorkFolder.add, [int(sys.argv[5])]
 
 def dies(*args):
     if count[0] == 0:
-        work(*args)
         os.kill(os.getpid(), signal.SIGKILL)
     count[0] -= 1
-    return work(*args)
+    add(*args)
 
-WorkFolder.put = dies
-base, fixture, zchain, out = map(Path, sys.argv[1:])
+WorkFolder.add = dies
+base, fixture, zchain, out = map(Path, sys.argv[1:5])
 solve(engine_on(base, opened("fast", "greedy")), Fixture.open(fixture), zchain, out)
 """
 
@@ -224,25 +234,25 @@ solve(engine_on(base, opened("fast", "greedy")), Fixture.open(fixture), zchain, 
 def test_a_killed_run_gives_the_same_bytes(
     engine: Engine, fixture: Fixture, zchain: Path, solved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """And so do two workers, and a second run does nothing."""
-    out = tmp_path / "third"
-    argv = [str(p) for p in (engine.base.path, fixture.path, zchain, out)]
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), *argv], check=False, cwd=ROOT, capture_output=True
-    )
-    assert run.returncode == -9, run.stderr.decode()
-    before = json.loads((tmp_path / "third.part.json").read_text())["records"]
-    assert not out.exists() and 0 < len(before) < engine.config.num_hidden_layers
-    assert len(list((tmp_path / "third.part").glob("gr_*"))) == 2, "not killed within a layer"
+    """Killed in the first layer, whose file is there and not recorded, and taken up and killed in the third; the rest
+    by two workers. A second run does nothing."""
+    out, part = tmp_path / "third", tmp_path / "third.part"
+    argv = [sys.executable, "-c", textwrap.dedent(KILLED), *map(str, (engine.base.path, fixture.path, zchain, out))]
+    for count, recorded in ((0, None), (2, 2)):
+        run = subprocess.run([*argv, str(count)], check=False, cwd=ROOT, capture_output=True)
+        assert run.returncode == -9, run.stderr.decode()
+        assert not out.exists() and {p.name for p in part.iterdir()} >= {"base.fnv", "gr_L00.bin"}
+        state = tmp_path / "third.part.json"
+        assert (len(json.loads(state.read_text())["records"]) if state.exists() else None) == recorded
     said: list[str] = []
     told: list[tuple[int, int]] = []
     with Workers(2) as workers:
         solve(engine, fixture, zchain, out, said.append, workers=workers, progress=lambda *a: told.append(a))
-    assert len(said) == engine.config.num_hidden_layers - len(before)
+    assert len(said) == engine.config.num_hidden_layers - 2
     assert told[-1] == (1000 * engine.config.num_hidden_layers,) * 2
     assert files(out) == files(solved[0]) and sorted(p.name for p in tmp_path.iterdir()) == ["third"]
     assert solve(engine, fixture, zchain, out, said.append) == solved[1]
-    assert len(said) == engine.config.num_hidden_layers - len(before)
+    assert len(said) == engine.config.num_hidden_layers - 2
 
 
 def test_another_job_and_a_broken_folder_are_refused(

@@ -148,6 +148,7 @@ def test_held_out_rows_choose_and_are_not_fitted() -> None:
     assert not two.mounted
     refitted = solve_gains(replace(m.rows, target_TD=other), m.held_out_T, Rule(lambdas=(1.0,), refit=True))
     assert not np.array_equal(refitted.s_ED, one.s_ED)
+    assert np.array_equal(refitted.first_ED, one.s_ED) and np.array_equal(one.first_ED, one.s_ED)
     assert refitted.held_out_gain == two.held_out_gain  # judged before the refit
 
 
@@ -268,7 +269,8 @@ def test_cheapest_scale_never_raises_the_objective() -> None:
 
 
 def same(a: GainSolution, b: GainSolution) -> bool:
-    return np.array_equal(a.s_ED, b.s_ED) and replace(a, s_ED=b.s_ED) == b
+    tables = all(np.array_equal(x, y) for x, y in ((a.s_ED, b.s_ED), (a.first_ED, b.first_ED)))
+    return tables and replace(a, s_ED=b.s_ED, first_ED=b.first_ED) == b
 
 
 @pytest.mark.parametrize("name", ["recipe", "best", "refit", "level"])

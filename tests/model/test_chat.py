@@ -10,7 +10,7 @@ import pytest
 from ds4.errors import RequestError
 from ds4.model import tools
 from ds4.model.chat import RESPONSE_FORMAT, attach_tools, prepare, render, resolve_effort
-from ds4.model.completion import Call, Completion, argument_values, held_back, parse_ids, parse_segments
+from ds4.model.completion import Call, Completion, argument_values, parse_ids, parse_segments
 from ds4.model.tokenizer import DSML, SYSTEM, Special, Tokenizer, segments_text
 from ds4.model.tools import OWN_TOOL_TEXT, ToolText, json_text, json_value, load_tool_text, render_tools
 from tests.model.text_cases import CHAT, GOLDEN, THINK, TOOLS, answer, call, invoke, parameter, result, system, user
@@ -291,30 +291,69 @@ MALFORMED = {
     "a key twice": calls_block(invoke("f", ONE + ONE)),
     "not JSON": calls_block(invoke("f", parameter("a", False, "{"))),
     "NaN": calls_block(invoke("f", parameter("a", False, "NaN"))),
-    "no close": BLOCK.removesuffix("</｜DSML｜ calls>"),
-    "text between": calls_block(invoke("f", ONE), "hm", invoke("f", ONE)),
-    "text after": BLOCK + " and then",
+    "two values": calls_block(invoke("f", parameter("a", False, '1, "b": 2'))),
     "no call": calls_block(),
     "flag": calls_block(invoke("f", ONE.replace("false", "maybe"))),
     "name": calls_block(invoke("a::b::c", ONE)),
+    "no name": calls_block(invoke("", ONE)),
     "no newline": BLOCK.replace("calls>\n", "calls>"),
+    "cut in a call": BLOCK[: BLOCK.index("</｜DSML｜ invoke>")],
+    "a call in a call": calls_block(invoke("f", ONE + f"</{DSML} calls>")),
 }
 
 
 @pytest.mark.parametrize("name", list(MALFORMED))
-def test_a_malformed_block_is_content_whole(name: str) -> None:
+def test_a_malformed_call_is_content_whole(name: str) -> None:
     text = f"Sure.{MALFORMED[name]}"
     assert parse_segments([*spelled(text), EOS], thinking=False) == Completion("", text, (), malformed=True)
+
+
+F = Call("f", None, '{"a": 1}')
+RECOVERED = {
+    "text after": (calls_block(invoke("f", ONE)) + " and then", (F,), " and then", False),
+    "no close": (calls_block(invoke("f", ONE)).removesuffix(f"</{DSML} calls>"), (F,), "", True),
+    "half a close": (calls_block(invoke("f", ONE)).removesuffix(f"{DSML} calls>"), (F,), "", True),
+    "text between": (
+        calls_block(invoke("f", ONE), "hm", invoke("f", ONE)),
+        (F,),
+        f"\nhm{calls_block(invoke('f', ONE)).partition(chr(10) * 2)[2].partition(chr(10))[2]}",
+        True,
+    ),
+    "the second breaks": (
+        calls_block(invoke("f", ONE), invoke("g", ONE + ONE)),
+        (F,),
+        "\n" + invoke("g", ONE + ONE) + f"</{DSML} calls>",
+        True,
+    ),
+    "two blocks": (calls_block(invoke("f", ONE)) + calls_block(invoke("f", ONE)), (F, F), "", False),
+    "after a broken one": (
+        f"\n\n<{DSML} calls>x" + calls_block(invoke("f", ONE)),
+        (F,),
+        f"\n\n<{DSML} calls>x",
+        True,
+    ),
+    "a marker before": (f"{DSML}<{DSML}" + calls_block(invoke("f", ONE)), (F,), f"{DSML}<{DSML}", False),
+}
+
+
+@pytest.mark.parametrize("name", list(RECOVERED))
+def test_a_call_that_was_written_stands(name: str) -> None:
+    """Whatever stands around it, and whether or not a token ended the answer."""
+    text, found, rest, malformed = RECOVERED[name]
+    for end in ([EOS], []):
+        got = parse_segments([*spelled(f"Sure.{text}"), *end], thinking=False)
+        assert got == Completion("", f"Sure.{rest}", found, malformed)
+
+
+@pytest.mark.parametrize("newlines", ["", "\n", "\n\n", "\n\n\n"])
+def test_up_to_two_newlines_belong_to_a_block(newlines: str) -> None:
+    got = parse_segments([*spelled(newlines + calls_block(invoke("f", ONE))[2:]), EOS], thinking=False)
+    assert got == Completion("", newlines[2:], (F,))
 
 
 def test_an_unspaced_block_is_no_block() -> None:
     text = f"Sure.{BLOCK.replace('｜DSML｜ ', '｜DSML｜')}"
     assert parse_segments([*spelled(text), EOS], thinking=False) == Completion("", text)
-
-
-def test_a_block_cut_off_is_content() -> None:
-    got = parse_segments(spelled(f"Sure.{BLOCK}"), thinking=False)
-    assert got == Completion("", f"Sure.{BLOCK}", (), malformed=True)
 
 
 def test_structure_is_ids_not_spelling() -> None:
@@ -338,11 +377,3 @@ def test_structure_is_ids_not_spelling() -> None:
 
 def test_space_after_the_block_is_accepted() -> None:
     assert len(parse_segments([*spelled(f"{BLOCK} \n"), EOS], thinking=False).calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "n"),
-    [("abc", 0), ("a\n", 1), ("a\n\n", 2), ("a\n\n\n", 2), ("a\n\n<｜DSML｜ cal", 13), ("a\n<", 0), ("", 0)],
-)
-def test_held_back_is_the_longest_beginning_of_a_block(text: str, n: int) -> None:
-    assert held_back(text) == n

@@ -21,6 +21,7 @@ COMMANDS = {
     "quantize": "ds4.cli.quantize",
     "inspect": "ds4.cli.inspect",
     "verify": "ds4.cli.verify",
+    "estimate": "ds4.cli.estimate",
     "generate": "ds4.cli.generate",
     "score": "ds4.cli.score",
     "teacher": "ds4.cli.teacher",

@@ -6,11 +6,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds4.errors import UsageError
+from ds4.errors import FileFormatError, UsageError
 
 if TYPE_CHECKING:
+    from ds4.base.reader import Base
     from ds4.engine import Engine
 
 Progress = Callable[[int, int], None]
@@ -35,11 +37,11 @@ def add_model_flags(
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
     p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
     p.add_argument("--index-keys", choices=("owner", "released"), default="owner", help="index keys of decode")
-    p.add_argument("--chunk", type=_at_least_1, default=512, metavar="N", help="positions a prefill pass (same bits)")
+    p.add_argument("--chunk", type=at_least_1, default=512, metavar="N", help="positions a prefill pass (same bits)")
     p.add_argument("--no-graph", action="store_true", help="launch every kernel of a step directly (same bits)")
     if drafts:
         p.add_argument("--no-dspark", action="store_true", help="no drafts: a token a pass (docs/sampling.md)")
-        p.add_argument("--dspark-block", type=_at_least_1, metavar="N", help="at most N drafts a round")
+        p.add_argument("--dspark-block", type=at_least_1, metavar="N", help="at most N drafts a round")
         p.add_argument(
             "--draft", choices=("drawn", "argmax"), help="how drafts are picked, no seed given (default: drawn)"
         )
@@ -49,10 +51,10 @@ def add_model_flags(
         if nightly
         else "refuse a model larger than this"
     )
-    p.add_argument("--mem-budget-mb", type=_at_least_1, metavar="N", help=budget)
+    p.add_argument("--mem-budget-mb", type=at_least_1, metavar="N", help=budget)
 
 
-def _at_least_1(text: str) -> int:
+def at_least_1(text: str) -> int:
     return _at_least(1, text)
 
 
@@ -90,10 +92,7 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
     from ds4.engine import Engine
     from ds4.posttrain.nights import resolve
 
-    if getattr(args, "no_dspark", False):
-        for flag in ("dspark_block", "draft_k", "draft"):
-            if getattr(args, flag) is not None:
-                raise UsageError(f"--no-dspark makes no drafts: leave --{flag.replace('_', '-')} out, or --no-dspark")
+    check_draft_flags(args)
     return Engine.open(
         args.model,
         engram_dir=args.engram_dir,
@@ -112,6 +111,31 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         mem_budget_mb=args.mem_budget_mb,
         progress=progress,
     )
+
+
+def check_draft_flags(args: argparse.Namespace) -> None:
+    """Raises UsageError for flags about drafts beside --no-dspark."""
+    if getattr(args, "no_dspark", False):
+        for flag in ("dspark_block", "draft_k", "draft"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--no-dspark makes no drafts: leave --{flag.replace('_', '-')} out, or --no-dspark")
+
+
+def base_of(args: argparse.Namespace, *, with_shards: bool = True) -> Base:
+    """The base of -m, from its headers and tables; nothing is placed.
+
+    Raises:
+        FileFormatError, MissingTensorError: it cannot be loaded, and why.
+    """
+    from ds4.base.reader import Base
+
+    path = Path(args.model)
+    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+        raise FileFormatError(f"{path}: is not a regular file; -m takes a base file (.gguf)")
+    try:
+        return Base.open(path, args.engram_dir, with_shards=with_shards)
+    except OSError as e:
+        raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
 
 
 @contextmanager

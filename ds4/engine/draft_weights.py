@@ -56,7 +56,7 @@ def place_draft(base: Base, device: Device, model: ModelWeights) -> DraftWeights
         FileFormatError: a tensor of a type that no kernel reads.
     """
     _need_stages(base.config, str(base.path))
-    return _place(Placer(BaseTensors(base), base.config, device), model.embed, model.head)
+    return place_stages(Placer(BaseTensors(base), base.config, device), model.embed, model.head)
 
 
 def place_checkpoint_draft(checkpoint: Checkpoint, device: Device) -> DraftWeights:
@@ -68,7 +68,7 @@ def place_checkpoint_draft(checkpoint: Checkpoint, device: Device) -> DraftWeigh
     """
     _need_stages(checkpoint.config, str(checkpoint.path))
     placer = Placer(_CheckpointTensors(checkpoint), checkpoint.config, device)
-    return _place(placer, placer.matrix("token_embd.weight"), placer.matrix("output.weight"))
+    return place_stages(placer, placer.matrix("token_embd.weight"), placer.matrix("output.weight"))
 
 
 def _need_stages(config: ModelConfig, path: str) -> None:
@@ -76,7 +76,8 @@ def _need_stages(config: ModelConfig, path: str) -> None:
         raise MissingTensorError(f"{path}: the model has no draft stages (mtp.*)")
 
 
-def _place(placer: Placer, embed: Weight, head: Weight) -> DraftWeights:
+def place_stages(placer: Placer, embed: Weight, head: Weight) -> DraftWeights:
+    """The stages by any placer, between that embedding and output head."""
     c = placer.config
     stages = tuple(
         placer.block(f"mtp.{stage}", c.num_hidden_layers + stage, 0, c.dspark_n_routed_experts)

@@ -138,10 +138,10 @@ class Engine:
         if zchain is not None or posttrain is not None:
             mounted = Mounted.open(base.config, zchain, posttrain)
         opened = device or Device.open()
-        block = _block(base.config, dspark, dspark_block, draft_k)
+        block = draft_block(base.config, dspark, dspark_block, draft_k)
         extra = (draft_bytes(base) if block else 0) + (mounted.stack.nbytes if mounted else 0)
         left = _check_memory(base, mem_budget_mb, opened, extra)
-        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
+        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
             table = base.engram_table(g)
@@ -224,7 +224,7 @@ def _tables(base: Base) -> EngramTables:
     return EngramTables(t.token_map, t.multipliers, t.primes, t.offsets)
 
 
-def _block(config: ModelConfig, dspark: bool, block: int | None, draft_k: int | None) -> int:
+def draft_block(config: ModelConfig, dspark: bool, block: int | None, draft_k: int | None) -> int:
     """Drafts a round, 0 for plain decode.
 
     Raises:

@@ -239,8 +239,12 @@ def place(base: Base, device: Device, progress: Callable[[int, int], None] | Non
     Raises:
         FileFormatError: a tensor of a type that no kernel reads.
     """
-    placer = Placer(BaseTensors(base), base.config, device)
-    n_layers = base.config.num_hidden_layers
+    return place_all(Placer(BaseTensors(base), base.config, device), progress)
+
+
+def place_all(placer: Placer, progress: Callable[[int, int], None] | None = None) -> ModelWeights:
+    """`place` by any placer."""
+    n_layers = placer.config.num_hidden_layers
     layers = []
     for layer in range(n_layers):
         layers.append(placer.layer(layer))

@@ -65,7 +65,8 @@ def place_weight(dev: Device, format: str, raw: U8, N: int, K: int) -> Weight:
         raise DeviceError(f"a {format} matrix of {N} x {K} has {want} bytes, got {raw.size} of {raw.dtype}")
     raw = raw.reshape(-1)
     row_bytes = K * FORMATS[format][1] // 8
-    codes = dev.empty((N * row_bytes,), "u8")
+    codes_bytes, scales_bytes = plane_bytes(format, N, K)
+    codes = dev.empty((codes_bytes,), "u8")
     if format == "fp8_32x32":
         plane, tiles = raw[: N * K].reshape(N, K), raw[N * K :].reshape(-1, K // 32)
         scales = _scales(tiles, 2, 2)
@@ -74,8 +75,7 @@ def place_weight(dev: Device, format: str, raw: U8, N: int, K: int) -> Weight:
     if format == "fp8_32x32":
         plane_scales = dev.upload(scales.reshape(-1))
     else:
-        rows = -(-N // 4) * 4 if format == "q4_k" else N
-        plane_scales = dev.empty((rows * stride,), "u8") if stride else codes
+        plane_scales = dev.empty((scales_bytes,), "u8") if scales_bytes else codes
     for n in range(0, N, step):
         m = min(n + step, N)
         if format == "fp8_32x32":
@@ -87,6 +87,17 @@ def place_weight(dev: Device, format: str, raw: U8, N: int, K: int) -> Weight:
         if scale is not None:
             plane_scales.write(scale, n * stride)
     return Weight(format, N, K, codes, plane_scales)
+
+
+def plane_bytes(format: str, N: int, K: int) -> tuple[int, int]:
+    """Device bytes of the two planes of a [N, K] matrix: codes, and scales (0: it has none).
+
+    Raises:
+        DeviceError: see `file_bytes`.
+    """
+    file_bytes(format, N, K)
+    rows = {"q4_k": -(-N // 4) * 4, "fp8_32x32": -(-N // 32)}.get(format, N)  # q4_k heads go by four rows
+    return N * (K * FORMATS[format][1] // 8), rows * scale_stride(format, K)
 
 
 def scale_stride(format: str, K: int) -> int:

@@ -161,7 +161,7 @@ class MarginReader:
         parts: list[Arrays] = []
         lanes: dict[str, Lane] = {}
         for i, turn in enumerate(self.turns):
-            play = _Play(self._lane(lanes, weights, turn), turn, self.split, ("x", "pre", "post"))
+            play = Play(self._lane(lanes, weights, turn), turn, self.split, ("x", "pre", "post"))
             logits_NV = play.run()
             if not np.isfinite(logits_NV).all():
                 raise Ds4Error(f"turn {i}: logits are not finite; is the base sound?")
@@ -177,7 +177,7 @@ class MarginReader:
         for i, turn in enumerate(self.turns):
             wanted = of_N[self._places(i)]
             if wanted.any():
-                play = _Play(self._lane(lanes, weights, turn), turn, self.split, ("y", "picks"))
+                play = Play(self._lane(lanes, weights, turn), turn, self.split, ("y", "picks"))
                 play.run()
                 rows = play.rows()
                 y.append(rows["y"][wanted])
@@ -273,7 +273,7 @@ class MarginReader:
         return lanes[mode]
 
 
-class _Play:
+class Play:
     """One turn on a lane; rows of `wanted` (x, pre, post, y, picks) at its decisions are kept."""
 
     def __init__(self, lane: Lane, turn: Turn, split: int | None, wanted: Sequence[str]) -> None:

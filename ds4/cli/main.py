@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "ds4.cli.inspect",
     "verify": "ds4.cli.verify",
     "estimate": "ds4.cli.estimate",
+    "doctor": "ds4.cli.doctor",
     "generate": "ds4.cli.generate",
     "score": "ds4.cli.score",
     "teacher": "ds4.cli.teacher",

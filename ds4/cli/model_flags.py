@@ -19,13 +19,15 @@ Progress = Callable[[int, int], None]
 
 
 def add_model_flags(
-    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False, nightly: bool = False
-) -> None:
+    p: argparse.ArgumentParser, *, prefill: str, drafts: bool = False, embedded: bool = False, nightly: bool = False,
+    optional: bool = False,
+) -> None:  # fmt: skip
     """-m and how the engine computes; `prefill` is the command's default, `drafts`: it decodes, so it may draft;
-    `embedded`: without -m it takes the embedded model's base; `nightly`: it makes what others mount, beside a server.
+    `embedded`: without -m it takes the embedded model's base; `optional`: it does without one; `nightly`: it makes
+    what others mount, beside a server.
     """
     which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
-    p.add_argument("-m", "--model", required=not embedded, metavar="BASE", help=which)
+    p.add_argument("-m", "--model", required=not (embedded or optional), metavar="BASE", help=which)
     p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
     p.add_argument("--zchain", metavar="DIR", help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin")
     if not nightly:

@@ -171,7 +171,8 @@ def _window(entry: Logged, model: ServedModel, length: int, wanted: Sequence[int
         raise ValueError(f"has an answer that this model could not give ({e}); use the base that answered") from None
     opening: str | None = None
     if "messages" in row:
-        fields = {"messages": row["messages"], "thinking": row.get("thinking"), "reasoning_effort": row.get("effort")}
+        fields = {"messages": row["messages"], "thinking": row.get("thinking"), "reasoning_effort": row.get("effort"),
+                  "tools": row.get("tools")}  # fmt: skip
         prompt = tuple(read_chat(Fields(fields), model, Limits()).prompt_ids)
         opening = _opening(row["messages"])
     elif "prompt" in row:

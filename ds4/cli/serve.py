@@ -19,6 +19,7 @@ from ds4 import __version__
 from ds4.cli.main import guarded
 from ds4.cli.model_flags import add_model_flags, engine_of
 from ds4.errors import Ds4Error, FileFormatError, UsageError
+from ds4.model.tokenizer import RELEASED_SIZE
 from ds4.posttrain.admin_key import make_key
 from ds4.posttrain.nights import resolve
 from ds4.server.app import make_app
@@ -43,6 +44,11 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 MOST_WAITING = 10_000
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
+
+OWN_WORDING = (
+    "warning: around the schemas of tools stand our own words, which the model was not trained with: put the "
+    "checkpoint's encoding/encoding.py into %s, its folder too"
+)
 
 log = logging.getLogger("ds4.server")
 
@@ -132,6 +138,8 @@ def open_engine(args: argparse.Namespace, progress: Progress) -> Engine:
     """The engine that the flags ask for, ready to answer."""
     engine = engine_of(args, progress)
     tell_warnings(engine)
+    if engine.tokenizer.vocab_size == RELEASED_SIZE and not engine.tokenizer.tool_text.released:
+        log.warning(OWN_WORDING, engine.base.path.parent)
     log.info("warming up")
     warm_up(engine)
     return engine

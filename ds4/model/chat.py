@@ -54,6 +54,7 @@ class Turn:
     tools: Sequence[Any] = ()
     response_format: Any = None
     calls: Sequence[Any] = ()
+    markup: Sequence[Segment] = ()  # of the calls
     reasoning: str = ""
     task: str | None = None
     wo_eos: bool = False
@@ -129,7 +130,7 @@ def _assistant(turn: Turn, show_reasoning: bool) -> list[Segment]:
     out: list[Segment] = [turn.reasoning, Special(END_THINK)] if show_reasoning else []
     out += _joined(turn.blocks)
     if turn.calls:
-        out += ["\n\n", *render_calls(turn.calls)]
+        out += ["\n\n", *turn.markup]
     return out if turn.wo_eos else [*out, Special(EOS)]
 
 
@@ -261,6 +262,7 @@ def _read(message: Any, where: str, images: list[Mapping[str, Any]]) -> Turn:
     if turn.response_format is not None and role != "system":
         raise RequestError(f"{where}: response_format belongs to a system message", "messages")
     turn.calls = _typed(message, "tool_calls", list, where) or []
+    turn.markup = render_calls(turn.calls, f"{where}.tool_calls") if turn.calls else ()
     turn.reasoning = _typed(message, "reasoning_content", str, where) or ""
     if (turn.calls or turn.reasoning) and role != "assistant":
         raise RequestError(f"{where}: tool_calls and reasoning_content belong to an assistant message", "messages")

@@ -17,14 +17,18 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
 from ds4.errors import FileFormatError, RequestError
 from ds4.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ds4.model.tools import ToolText
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type; UNUSED: an id without a token
 MAX_IDS = 1 << 20
@@ -90,6 +94,7 @@ class Tokenizer:
         merges: `"left right"`, best rank first.
         token_types: NORMAL, CONTROL (an added token flagged special) or USER_DEFINED (any other added one).
         json_text: the tokenizer.json it came from, or None.
+        folder: where the other files of its checkpoint may lie, or None.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Tokenizer:
         json_text: str | None,
         where: str,
     ) -> None:
+        self.folder: Path | None = None
         self._backend = backend
         is_added = [k in (CONTROL, USER_DEFINED) for k in token_types]
         self.tokens = [OLD_NAMES.get(t, t) if a else t for t, a in zip(tokens, is_added, strict=True)]
@@ -141,7 +147,9 @@ class Tokenizer:
             raise FileFormatError(f"{p}: cannot be read ({e.strerror or e}); a checkpoint needs its tokenizer") from e
         except ValueError as e:
             raise FileFormatError(f"{p}: is not UTF-8 text ({e})") from e
-        return Tokenizer.from_json(text, config, where=str(p))
+        own = Tokenizer.from_json(text, config, where=str(p))
+        own.folder = p.parent
+        return own
 
     @staticmethod
     def from_json(
@@ -159,6 +167,13 @@ class Tokenizer:
         except Exception as e:  # the library raises plain Exception
             raise FileFormatError(f"{where}: not a tokenizer that the tokenizers library reads ({e})") from e
         return _checked(Tokenizer(backend, tokens, merges, types, text, where), config)
+
+    @cached_property
+    def tool_text(self) -> ToolText:
+        """The fixed text around tool schemas: the released one, if the checkpoint's files have it, else our own."""
+        from ds4.model.tools import OWN_TOOL_TEXT, load_tool_text  # which are made of this file's segments
+
+        return (load_tool_text(self.folder) if self.folder is not None else None) or OWN_TOOL_TEXT
 
     @staticmethod
     def from_parts(
@@ -202,20 +217,24 @@ class Tokenizer:
         return _checked(Tokenizer(backend, tokens, merges, types, None, where), config)
 
     @staticmethod
-    def from_base(data: BaseTokens, config: ModelConfig | None = None, where: str = "tokenizer.ggml") -> Tokenizer:
-        """From a base file's metadata: its tokenizer.json if it carries one, else the lists.
+    def from_base(
+        data: BaseTokens, config: ModelConfig | None = None, where: str = "tokenizer.ggml", folder: Path | None = None
+    ) -> Tokenizer:
+        """From a base file's metadata: its tokenizer.json if it carries one, else the lists. `folder`: the file's.
 
         Raises:
             FileFormatError: as `from_parts`; or both are there and name a token differently.
         """
         if data.tokenizer_json is None:
-            return Tokenizer.from_parts(data.tokens, data.merges, data.token_types, config, where)
-        own = Tokenizer.from_json(data.tokenizer_json, config, "ds4.tokenizer_json", n_ids=len(data.tokens))
-        for i, (a, b) in enumerate(zip(own.tokens, data.tokens)):
-            if a != OLD_NAMES.get(b, b):
-                raise FileFormatError(
-                    f"{where}: token {i} is {b!r} in the token list and {a!r} in ds4.tokenizer_json"
-                )
+            own = Tokenizer.from_parts(data.tokens, data.merges, data.token_types, config, where)
+        else:
+            own = Tokenizer.from_json(data.tokenizer_json, config, "ds4.tokenizer_json", n_ids=len(data.tokens))
+            for i, (a, b) in enumerate(zip(own.tokens, data.tokens)):
+                if a != OLD_NAMES.get(b, b):
+                    raise FileFormatError(
+                        f"{where}: token {i} is {b!r} in the token list and {a!r} in ds4.tokenizer_json"
+                    )
+        own.folder = folder
         return own
 
     @property

@@ -26,6 +26,8 @@ from ds4.model.tokenizer import DSML, END_THINK, THINK, Segment, Special, segmen
 PREFIX_SHA256 = "2ae2ff83edf990187ed419c4e2901bb9ea6ce2129eb503ac543b258e7de8231d"
 SUFFIX_SHA256 = "690702850fe256512cb1ee67c4e436ecb3e735c71ebee77ca45ff357a75fb5a7"
 _MARKERS = re.compile("|".join(map(re.escape, (DSML, THINK, END_THINK))))
+_NO_NAME = re.compile('["\x00-\x1f\x7f]')
+MOST_NAME = 256  # characters
 _LONG_INT = 4000  # digits; beyond about this many Python refuses to turn text into an int
 
 
@@ -158,11 +160,16 @@ def render_tools(tools: Sequence[Any], text: ToolText = OWN_TOOL_TEXT) -> list[S
     Raises:
         RequestError: a tool without a function object or name, a bad namespace.
     """
-    lines = [json_text(_declaration(tool, i)) for i, tool in enumerate(tools)]
+    lines = [json_text(declaration(tool, i)) for i, tool in enumerate(tools)]
     return [*marked(text.prefix), "\n".join(lines), *marked(text.suffix)]
 
 
-def _declaration(tool: Any, i: int) -> dict[str, Any]:
+def declaration(tool: Any, i: int) -> dict[str, Any]:
+    """What the prompt says of tool `i`: its `function` object, NAMESPACE::NAME as its name if it has a namespace.
+
+    Raises:
+        RequestError: as `render_tools`; or its name could not be read back from a call of it.
+    """
     where = f"tools[{i}]"
     if not isinstance(tool, Mapping):
         raise RequestError(f"{where} must be an object, is {type(tool).__name__}", "tools")
@@ -172,6 +179,11 @@ def _declaration(tool: Any, i: int) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function must be an object, is {type(function).__name__}", "tools")
     name, described = _full_name(tool, function, where, "tools")
+    if len(name) > MOST_NAME or _NO_NAME.search(name):
+        raise RequestError(
+            f"{where}: name {name!r:.60} must have at most {MOST_NAME} characters, and no quotes or line breaks",
+            "tools",
+        )
     out = {k: v for k, v in function.items() if k != "namespace" and not (function is tool and k == "type")}
     out["name"] = name
     if described:

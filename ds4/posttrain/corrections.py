@@ -25,7 +25,7 @@ from ds4.errors import FileFormatError
 from ds4.posttrain.log import Logged, Problem, parse_row, read_log
 from ds4.posttrain.quotes import strings_of
 
-KEYS = ("messages", "given", "wanted", "edit", "request_id", "thinking", "effort", "reasoning", "note")
+KEYS = ("messages", "tools", "given", "wanted", "edit", "request_id", "thinking", "effort", "reasoning", "note")
 # UTF-32's mark begins with UTF-16's
 _FOREIGN = (
     (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -41,6 +41,7 @@ class Correction:
         messages, thinking, effort: what the prompt is made of (ds4.model.chat.render).
         given, wanted: the answer without its reasoning.
         reasoning: the text before it; None: not known, or there is none.
+        tools: that the request declared.
         drawn: the tokens that the answer was made of, the one that ended it too, where the log knows.
         cut: the answer ended at its token limit.
     """
@@ -55,6 +56,7 @@ class Correction:
     request_id: str | None = None
     drawn: tuple[int, ...] | None = None
     cut: bool = False
+    tools: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _correction(line: int, row: Mapping[str, Any], log: Mapping[str, Logged] | N
         raise ValueError(f"has an effort that is {effort!r:.40}; it is a name, or a number from 1 to 100")
     return Correction(
         line, messages, given, wanted, bool(_typed(said, "thinking", bool)), effort, _typed(said, "reasoning", str),
-        request_id, said.get("drawn"), bool(said.get("cut")),
+        request_id, said.get("drawn"), bool(said.get("cut")), _typed(said, "tools", list) or (),
     )  # fmt: skip
 
 
@@ -188,7 +190,8 @@ def _with_log(row: Mapping[str, Any], known: Logged) -> dict[str, Any]:
         if not isinstance(answer, Mapping):
             raise ValueError("no answer")
         has: dict[str, Any] = {
-            "messages": _typed(logged, "messages", list), "given": _typed(answer, "content", str),
+            "messages": _typed(logged, "messages", list), "tools": _typed(logged, "tools", list),
+            "given": _typed(answer, "content", str),
             "thinking": bool(_typed(logged, "thinking", bool)), "effort": logged.get("effort"),
             "reasoning": _typed(answer, "reasoning", str),
         }  # fmt: skip

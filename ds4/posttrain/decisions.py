@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds4.errors import RequestError
-from ds4.model.chat import other_turns, prepare, render
+from ds4.model.chat import attach_tools, other_turns, prepare, render
 from ds4.model.tokenizer import ASSISTANT, DSML, END_THINK, EOS, THINK, Segment, Special, Tokenizer
 from ds4.posttrain.corrections import Correction
 from ds4.posttrain.log import Problem
@@ -89,7 +89,8 @@ def decision(c: Correction, tokenizer: Tokenizer, context: int) -> Decision:
     try:
         if prepare(c.messages)[1]:
             raise NoDecision("has images in its messages, which a request could not have")
-        segments = render(c.messages, thinking=c.thinking, effort=c.effort)
+        told = attach_tools(c.messages, c.tools)
+        segments = render(told, thinking=c.thinking, effort=c.effort, tool_text=tokenizer.tool_text)
         prompt = tokenizer.encode_segments(segments, spell_missing=True)
     except RequestError as e:
         raise NoDecision(f"has messages that no request could have: {e}") from None

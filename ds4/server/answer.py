@@ -11,7 +11,7 @@ from ds4.model.tokenizer import Tokenizer
 from ds4.server.logprobs import chat_entries, completion_lists
 from ds4.server.outbox import Finished
 from ds4.server.request import Generation, ServedModel
-from ds4.server.stream import CONTENT, REASONING, Delta, Told
+from ds4.server.stream import CONTENT, REASONING, CallDelta, Delta, Piece, Told
 
 
 @dataclass
@@ -28,8 +28,9 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
 
-    def whole(self, deltas: Sequence[Delta], end: Finished) -> dict[str, object]:
+    def whole(self, pieces: Sequence[Piece], end: Finished) -> dict[str, object]:
         """The answer in one piece."""
+        deltas = [p for p in pieces if isinstance(p, Delta)]
         texts = {c: "".join(d.text for d in deltas if d.channel == c) for c in (CONTENT, REASONING)}
         told = {c: [t for d in deltas if d.channel == c for t in d.told] for c in texts}
         choice: dict[str, object] = {"index": 0}
@@ -37,6 +38,9 @@ class Answer:
             message: dict[str, object] = {"role": "assistant", "content": texts[CONTENT], "refusal": None}
             if self.generation.in_reasoning:
                 message["reasoning_content"] = texts[REASONING]
+            if calls := complete_calls(pieces):
+                message["content"] = texts[CONTENT] or None
+                message["tool_calls"] = [self._call(c, True) for c in calls]
             choice["message"] = message
         else:
             choice["text"] = texts[CONTENT]
@@ -51,6 +55,23 @@ class Answer:
     def delta(self, delta: Delta) -> dict[str, object]:
         key = "content" if delta.channel == CONTENT else "reasoning_content"
         return self._chunk({key: delta.text}, delta.text, None, self._logprobs({delta.channel: delta.told}))
+
+    def call(self, piece: CallDelta) -> list[dict[str, object]]:
+        """Of a chat. A piece that only says how a call ended tells its reader nothing."""
+        if piece.name is None and not piece.text:
+            return []
+        shown = {"index": piece.index, **self._call(piece, piece.name is not None)}
+        return [self._chunk({"tool_calls": [shown]}, "", None)]
+
+    def _call(self, piece: CallDelta, first: bool) -> dict[str, object]:
+        """A call, or a piece of one; the first has its id and name. `namespace` is this server's own."""
+        if not first:
+            return {"function": {"arguments": piece.text}}
+        tools, written = self.generation.tools, piece.name or ""
+        name, space = (written, None) if tools is None else tools.names.get(written, (written, None))
+        function = {"name": name, "arguments": piece.text} | ({} if space is None else {"namespace": space})
+        call_id = f"call_{self.id.partition('-')[2]}_{piece.index}"
+        return {"id": call_id, "type": "function", "function": function}
 
     def last(self, end: Finished) -> list[dict[str, object]]:
         """The chunk with the reason, and the one with the usage if it was asked for."""
@@ -101,6 +122,15 @@ class Answer:
         return {
             "id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None
         }  # fmt: skip
+
+
+def complete_calls(pieces: Sequence[Piece]) -> list[CallDelta]:
+    """Calls that were written to their end, each in one piece."""
+    calls: dict[int, CallDelta] = {}
+    for p in pieces:
+        if isinstance(p, CallDelta):
+            calls[p.index] = calls[p.index].joined(p) if p.index in calls else p
+    return [c for c in calls.values() if c.state == "complete"]
 
 
 def model_list(engine: ServedModel, created: int) -> dict[str, object]:

@@ -70,7 +70,10 @@ class Job:
         session.sync(g.prompt_ids, cancelled=cancelled)
         self.times.read = time.monotonic()
         put(Started())
-        text = TextStream(engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops)
+        text = TextStream(
+            engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops, calls=g.tools is not None,
+            one_call=g.tools is not None and g.tools.one,
+        )  # fmt: skip
         reason = "length"
         while text.tokens < g.max_tokens:
             if cancelled():
@@ -87,9 +90,9 @@ class Job:
         for delta in text.finish():
             put(delta)
         self.times.ended = time.monotonic()
-        return Finished(
-            "stop" if text.stopped else reason, text.tokens, text.reasoning_tokens, session.report()
-        )  # fmt: skip
+        if text.stopped or reason == "stop":
+            reason = "tool_calls" if text.called else "stop"
+        return Finished(reason, text.tokens, text.reasoning_tokens, session.report())
 
 
 def without_frames(error: BaseException | None) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 from ds4.engine import Sampling
 from ds4.engine.sampling import MOST_TOP, Penalties
 from ds4.errors import RequestError
-from ds4.model.chat import other_turns, prepare, render, resolve_effort
+from ds4.model.chat import attach_tools, other_turns, prepare, render, resolve_effort
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special, Tokenizer
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Generation, Limits, ServedModel
+from ds4.server.tool_fields import check_results, declared_tools, read_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # as the API says
 ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -40,6 +41,7 @@ def read_chat(fields: Fields, engine: ServedModel, limits: Limits) -> Generation
         if isinstance(message, Mapping) and message.get("tools"):
             raise RequestError(f"messages[{i}].tools {LATER}", "messages", "unsupported_parameter")
     thinking, effort = thinking_of(fields)
+    tools = read_tools(fields, engine.tokenizer)
     with naming("messages"):
         _, images = prepare(messages)
         if images:
@@ -47,12 +49,14 @@ def read_chat(fields: Fields, engine: ServedModel, limits: Limits) -> Generation
                 "messages: images are not supported by this server", "messages", "unsupported_parameter"
             )
         _check_content(messages)
-        segments = render(messages, thinking=thinking, effort=effort)
+        check_results(messages)
+        told = attach_tools(messages, None if tools is None else list(tools.declared))
+        segments = render(told, thinking=thinking, effort=effort, tool_text=engine.tokenizer.tool_text)
         ids = engine.tokenizer.encode_segments(segments, spell_missing=True)
     in_reasoning = _ends_in_reasoning(segments)
     asked = _chat_logprobs(fields)
     generation = _generation(fields, engine, limits, ids, "messages", None, in_reasoning, asked)
-    return replace(generation, ends=other_turns(engine.tokenizer))
+    return replace(generation, ends=other_turns(engine.tokenizer), tools=tools)
 
 
 def read_completion(fields: Fields, engine: ServedModel, limits: Limits) -> Generation:
@@ -63,7 +67,7 @@ def read_completion(fields: Fields, engine: ServedModel, limits: Limits) -> Gene
     fields.refuse("suffix", [""], LATER)
     nothing: dict[str, Sequence[object]] = {
         "thinking": [False, {"type": "disabled"}], "reasoning_effort": ["none"], "chat_template_kwargs": [{}],
-        "top_logprobs": [0],
+        "top_logprobs": [0], "tools": [[]], "tool_choice": ["auto", "none"], "parallel_tool_calls": [True, False],
     }  # fmt: skip
     for name, accepted in nothing.items():
         fields.refuse(name, accepted, "belongs to /v1/chat/completions")
@@ -82,17 +86,17 @@ def asked_of(fields: Fields, *, chat: bool) -> dict[str, Any]:
     if not chat:
         return {"prompt": fields.raw["prompt"]}
     thinking, effort = thinking_of(fields)
-    return {"messages": fields.raw["messages"], "thinking": thinking, "effort": resolve_effort(effort)}
+    declared = declared_tools(fields)
+    tools = {"tools": declared} if declared and fields.raw.get("tool_choice") != "none" else {}
+    return {"messages": fields.raw["messages"], **tools, "thinking": thinking, "effort": resolve_effort(effort)}
 
 
 def _refuse_common(fields: Fields) -> None:
     if fields.integer("n", 1, 128) not in (None, 1):
         raise RequestError("n must be 1: this server gives one answer a request", "n", "unsupported_parameter")
     fields.string("model")  # any name is answered: one server, one model
-    for name in ("tools", "functions"):
-        fields.refuse(name, [[]], LATER)
-    for name in ("tool_choice", "function_call"):
-        fields.refuse(name, ["auto", "none"], LATER)
+    fields.refuse("functions", [[]], f"{LATER}; it takes tools")
+    fields.refuse("function_call", ["auto", "none"], f"{LATER}; it takes tool_choice")
     response_format = fields.nested("response_format")
     if response_format is not None:
         response_format.refuse("type", ["text"], 'may only be "text" on this server')

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds4.errors import Ds4Error
-from ds4.server.stream import Delta
+from ds4.server.stream import CallDelta, Delta
 
 LOGPROB_CHARS = 32  # about what one takes beside its token's text
 
@@ -24,7 +24,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete; `reason` is "stop" or "length", `decode` what the session reports of its rounds."""
+    """The answer is complete; `reason` is "stop", "length" or "tool_calls", `decode` what the session reports of its
+    rounds.
+    """
 
     reason: str
     tokens: int
@@ -39,7 +41,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | Delta | Finished | Failed
+Event = Started | Delta | CallDelta | Finished | Failed
 
 
 class Gone(Exception):
@@ -79,6 +81,12 @@ class Outbox:
         return self._wake() and alive
 
     def _add(self, event: Event) -> None:
+        if isinstance(event, CallDelta):
+            self._chars += len(event.text) + len(event.name or "")
+            last = self._events[-1] if self._events else None
+            if isinstance(last, CallDelta) and last.index == event.index:
+                self._events[-1] = last.joined(event)
+                return
         if isinstance(event, Delta):
             self._chars += len(event.text) + LOGPROB_CHARS * sum(1 + len(t.top) for t in event.told)
             last = self._events[-1] if self._events else None

@@ -81,6 +81,22 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        declared: as the prompt has them.
+        names: of a call, as it is written, to those that the client declared: name and namespace. A name that is not
+            there was not declared.
+        one: the answer ends with its first call.
+    """
+
+    declared: tuple[Mapping[str, object], ...]
+    names: Mapping[str, tuple[str, str | None]]
+    one: bool = False
+
+
+@dataclass(frozen=True)
 class Generation:
     """A checked request.
 
@@ -92,6 +108,7 @@ class Generation:
         ends: tokens that end the answer as the end of sentence does: of a chat, those that would begin another turn.
         include_usage: a streamed answer ends with a chunk of usage counts.
         logprobs: each token's log-probabilities are told, and those of the `sampling.top` likeliest.
+        tools: calls of them are taken out of the content; None: whatever is written is text.
         prompt_chars: of a completion with `logprobs`: characters of the prompt, where its `text_offset` begins.
     """
 
@@ -104,6 +121,7 @@ class Generation:
     include_usage: bool = False
     ends: frozenset[int] = frozenset()
     logprobs: bool = False
+    tools: Tools | None = None
     prompt_chars: int = 0
 
 

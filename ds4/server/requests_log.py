@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ds4.posttrain.log import append, make_folder, prune, row_bytes
+from ds4.server.answer import complete_calls
 from ds4.server.job import Job
 from ds4.server.outbox import Event, Finished
-from ds4.server.stream import CONTENT, REASONING, Delta
+from ds4.server.stream import CONTENT, REASONING, CallDelta, Delta
 
 log = logging.getLogger("ds4.server")
 MOST_WAITING_BYTES = 64 << 20  # of request bodies whose rows wait for the disk
@@ -51,6 +52,7 @@ class Exchange:
     job: Job
     at: datetime = field(default_factory=now)
     texts: dict[str, list[str]] = field(default_factory=lambda: {CONTENT: [], REASONING: []})
+    calls: list[CallDelta] = field(default_factory=list)
 
     def hear(self, event: Event) -> None:
         """An event that its reader was given. The last one of a whole answer puts the request on the writer's list;
@@ -58,6 +60,8 @@ class Exchange:
         """
         if isinstance(event, Delta):
             self.texts[event.channel].append(event.text)
+        elif isinstance(event, CallDelta):
+            self.calls.append(event)
         elif isinstance(event, Finished):
             self.log.put(self, event)
 
@@ -67,6 +71,8 @@ class Exchange:
         answer: dict[str, Any] = {"content": "".join(self.texts[CONTENT])}
         if g.in_reasoning:
             answer["reasoning"] = "".join(self.texts[REASONING])
+        if calls := complete_calls(self.calls):
+            answer["calls"] = [{"name": c.name, "arguments": c.text} for c in calls]
         sampling = asdict(g.sampling)
         sampling.pop("top")  # it changes no token
         return {

@@ -18,7 +18,7 @@ from ds4.server.errors import error_body, json_bytes, json_response, overloaded
 from ds4.server.job import Job
 from ds4.server.outbox import Event, Failed, Finished, Gone, Started
 from ds4.server.requests_log import Exchange
-from ds4.server.stream import Delta
+from ds4.server.stream import CallDelta, Delta, Piece
 from ds4.server.worker import Worker
 
 log = logging.getLogger("ds4.server")
@@ -77,12 +77,12 @@ async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, line
         Gone: the client left; there is nobody to answer.
         Exception: what the job failed with.
     """
-    deltas: list[Delta] = []
+    deltas: list[Piece] = []
     async with watched(job, worker, receive):
         try:
             while True:
                 for event in await job.outbox.take():
-                    if isinstance(event, Delta):
+                    if isinstance(event, (Delta, CallDelta)):
                         line.hear(event)
                         deltas.append(event)
                     elif isinstance(event, Finished):
@@ -138,6 +138,8 @@ class EventStream(Response):
             return b"".join(map(sse, self._answer.first()))
         if isinstance(event, Delta):
             return sse(self._answer.delta(event))
+        if isinstance(event, CallDelta):
+            return b"".join(map(sse, self._answer.call(event)))
         if isinstance(event, Finished):
             self._line.end(event.reason, event.tokens)
             return b"".join(map(sse, self._answer.last(event))) + DONE

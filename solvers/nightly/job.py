@@ -92,7 +92,7 @@ class _Run:
         self._give_up_older()
         log = existing_folder(str(night.log))
         base = Base.open(night.base, night.engram_dir)
-        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path))
+        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
         inputs = gather(
             log, night.day, night.n_days, night.corrections, tokenizer, base.config.max_position_embeddings
         )  # fmt: skip

@@ -74,7 +74,8 @@ def prompt_ids(row: Mapping[str, Any], model: ServedModel) -> list[int]:
         ValueError, RequestError: it is no request's.
     """
     if "messages" in row:
-        fields = {"messages": row["messages"], "thinking": row.get("thinking"), "reasoning_effort": row.get("effort")}
+        fields = {"messages": row["messages"], "thinking": row.get("thinking"), "reasoning_effort": row.get("effort"),
+                  "tools": row.get("tools")}  # fmt: skip
         return list(read_chat(Fields(fields), model, Limits()).prompt_ids)
     if "prompt" in row:
         return list(read_completion(Fields({"prompt": row["prompt"]}), model, Limits()).prompt_ids)

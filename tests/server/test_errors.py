@@ -159,7 +159,6 @@ def test_wrong_penalties_are_named_by_both(server: Served, fields: dict[str, Any
     ("fields", "param"),
     [
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -179,6 +178,7 @@ def test_what_one_of_the_two_does_not_support(server: Served) -> None:
     unknown = server.chat(chat_template_kwargs={"custom": 1})
     check(unknown, 400, "chat_template_kwargs.custom", "unsupported_parameter")
     refused = {
+        "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
         "best_of": 2, "echo": True, "suffix": "x", "thinking": True, "reasoning_effort": "high", "top_logprobs": 2,
         "chat_template_kwargs": {"thinking": True},
     }  # fmt: skip

@@ -105,7 +105,7 @@ def solve_night(
     mark = format_fingerprint(*sidecar_fingerprint(zchain, engine.config.num_hidden_layers))
     head = {
         "format": 1, **about, "method": "margins", "base_fnv": mark.strip(), "rule": _plain(asdict(rule)),
-        "turns": _digest(turns), "under": None if under is None else _mark(under, engine),
+        "turns": turns_digest(turns), "under": None if under is None else _mark(under, engine),
     }  # fmt: skip
     done = finished(out, head)
     if done is not None:
@@ -345,7 +345,8 @@ def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.5f}"
 
 
-def _digest(turns: Sequence[Turn]) -> str:
+def turns_digest(turns: Sequence[Turn]) -> str:
+    """SHA-256 of what is fed and wanted."""
     text = json.dumps([[t.prompt, t.answer, t.wanted] for t in turns])
     return hashlib.sha256(text.encode()).hexdigest()
 

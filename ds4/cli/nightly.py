@@ -21,6 +21,7 @@ from ds4.posttrain.log import parse_day
 from ds4.settings import config_dirs, device_settings, read_config, user_units
 from rulers.endings import PROMPTS, load_prompts
 from solvers.nightly import timer
+from solvers.nightly.carry_method import CarryOver
 from solvers.nightly.gates import Thresholds
 from solvers.nightly.home import NONE, Home
 from solvers.nightly.job import run_night
@@ -241,7 +242,9 @@ def night_of(args: argparse.Namespace) -> tuple[Night, dict[str, Solver]]:
     )  # fmt: skip
     solvers: dict[str, Solver] = {"margins": Margins(args.workers)}
     if teacher is not None:
-        solvers["refit"] = Refit(base, teacher, args.workers, args.layers, beside=tuple(t.domain for t in texts))
+        domains = tuple(t.domain for t in texts)
+        solvers["refit"] = Refit(base, teacher, args.workers, args.layers, beside=domains)
+        solvers["carry"] = CarryOver(teacher, device_settings().cache, domains, args.workers)
     return night, solvers
 
 

@@ -20,7 +20,7 @@ from rulers.scores import Meta, Scores
 from solvers.nightly import gates, judge
 from solvers.nightly.gates import Verdict
 from solvers.nightly.inputs import Inputs
-from solvers.nightly.method import BEST, MARGINS, Solved, Solver, Task
+from solvers.nightly.method import BEST, Solved, Solver, Task
 from solvers.nightly.night import Bar, Night, Progress, RulerText, Say
 from solvers.nightly.room import Room
 from solvers.nightly.steps import Steps
@@ -201,7 +201,7 @@ class Bench:
         assert self.before is not None
         for text, after in seen.readings.items():
             made.rulers[self.originals[text].meta.domain] = judge.difference(self.before.readings[text], after)
-        made.trains = own.real is not None
+        made.trains = self.solvers[chain[-1]].needs_points
         made.held_out = self._held_out(name, chain, made.leads)
         made.verdicts = self._verdicts(made, seen, own, apart)
         return made
@@ -257,12 +257,12 @@ class Bench:
         today, earlier = self._today, self._earlier
         if not today or leads is None:
             return None
-        if chain[-1] == MARGINS:
+        if self.solvers[chain[-1]].needs_points:  # it knows what was wanted
             if not earlier:
                 return None
             under = self.steps.folder / CANDIDATES / "+".join(chain[:-1]) if len(chain) > 1 else None
             known = self.inputs.requests[: len(self.inputs.requests) - len(self.inputs.today)]
-            if not self._solve(REHEARSALS, name, MARGINS, earlier, known, under).wrote:
+            if not self._solve(REHEARSALS, name, chain[-1], earlier, known, under).wrote:
                 return None
             folder = self.steps.folder / REHEARSALS / name
             rows = self._step(f"the day's points, {name}", folder, lambda e, p: judge.margins(e, today, progress=p))
@@ -278,7 +278,11 @@ class Bench:
         assert self.before is not None
         limits, out = self.night.thresholds, []
         if made.trains and made.leads is not None:
-            out.append(gates.flipped([p.margin for p in self.points], made.leads, limits.flipped))
+            was = [p.margin for p in self.points]
+            if own.real is not None:
+                out.append(gates.flipped(was, made.leads, limits.flipped))
+            else:  # it pulls, and promises no margin
+                out.append(gates.more_right(was, made.leads))
             out.append(gates.correlation(own.correlation, apart, limits.correlation))
         else:
             out += [Verdict.left_out(gate, "this method trains no points") for gate in ("flipped", "correlation")]

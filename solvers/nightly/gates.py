@@ -96,6 +96,15 @@ def flipped(before: Sequence[float], after: Sequence[float], least: float) -> Ve
     return Verdict("flipped", ok, share, least, "" if ok else why)
 
 
+def more_right(before: Sequence[float], after: Sequence[float]) -> Verdict:
+    """Of a solve that pulls trained points and promises none of them: more are right than without."""
+    was, now = sum(m > 0 for m in before), sum(m > 0 for m in after)
+    if was == len(before):
+        return Verdict("flipped", True, float(now), float(was), "")
+    why = f"{now} of {len(before)} trained points are right, {was} were without it; there must be more"
+    return Verdict("flipped", now > was, float(now), float(was + 1), "" if now > was else why)
+
+
 def kept(same: int, positions: int, least: float) -> Verdict:
     """How many of the other positions keep their likeliest token."""
     if positions == 0:

@@ -12,10 +12,12 @@ from ds4.errors import UsageError
 from ds4.posttrain.log import Logged
 from ds4.posttrain.points import Point
 
-MARGINS, REFIT, BOTH, BEST = "margins", "refit", "refit+margins", "best"
-METHODS = (BEST, MARGINS, REFIT, BOTH)
+MARGINS, REFIT, BOTH, CARRY, BEST = "margins", "refit", "refit+margins", "carry", "best"
+METHODS = (BEST, MARGINS, REFIT, BOTH, CARRY)
 # candidate -> its solves, each mounted under the next
-CHAINS: dict[str, tuple[str, ...]] = {BOTH: (REFIT, MARGINS), MARGINS: (MARGINS,), REFIT: (REFIT,)}
+CHAINS: dict[str, tuple[str, ...]] = {
+    BOTH: (REFIT, MARGINS), CARRY: (CARRY,), MARGINS: (MARGINS,), REFIT: (REFIT,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

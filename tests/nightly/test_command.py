@@ -156,7 +156,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     night, solvers = nightly.night_of(args)
     assert night.thresholds == Thresholds(kept=0.9) and (night.options.kv, night.options.graphs) == ("f32", False)
     assert (night.day, night.n_days, night.method) == (date(2026, 11, 30), 14, "best")
-    assert night.teacher == embedded.checkpoint() and set(solvers) == {"margins", "refit"}
+    assert night.teacher == embedded.checkpoint() and set(solvers) == {"margins", "refit", "carry"}
 
 
 def test_the_server_does_not_mind_the_table(tmp_path: Path) -> None:

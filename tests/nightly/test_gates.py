@@ -102,3 +102,10 @@ def test_thresholds_that_nothing_can_be_held_against(name: str, value: float) ->
     with pytest.raises(UsageError, match=f"--gate-{name.replace('_', '-')} is"):
         Thresholds(**{name: value})
     assert Thresholds(correlation=-1.0, ruler_errors=0.0).to_json()["correlation"] == -1.0
+
+
+def test_a_solve_that_pulls_must_have_more_points_right() -> None:
+    assert gates.more_right([-1.0, -2.0, 1.0], [0.5, -1.0, 1.0]).passed
+    same = gates.more_right([-1.0, -2.0, 1.0], [0.5, -1.0, -0.1])
+    assert not same.passed and same.reason == "1 of 3 trained points are right, 1 were without it; there must be more"
+    assert gates.more_right([1.0], [1.0]).passed, "nothing was wrong"

@@ -21,6 +21,7 @@ from ds4.posttrain.log import Logged, read_log
 from ds4.posttrain.points import Point
 from ds4.server.request import Card
 from solvers.margin_capture import Turn
+from solvers.nightly.carry_method import CarryOver
 from solvers.nightly.home import Home
 from solvers.nightly.method import CHAINS, Task, chains
 from solvers.nightly.methods import Margins, Refit, turns_of
@@ -59,11 +60,15 @@ def test_which_candidates_there_are() -> None:
     solvers: Mapping[str, Any] = {"margins": Margins(), "refit": Refit(Path("b"), Path("c"))}
     assert list(chains("best", solvers, points=True, teacher=True)) == ["refit+margins", "margins", "refit"]
     assert list(chains("best", {"margins": Margins()}, points=True, teacher=False)) == ["margins"]
+    more = {**solvers, "carry": CarryOver(Path("c"), Path("d"))}
+    assert list(chains("best", more, points=True, teacher=True)) == ["refit+margins", "carry", "margins", "refit"]
+    assert list(chains("best", more, points=False, teacher=True)) == ["refit"]
+    assert list(chains("best", more, points=True, teacher=False)) == ["margins"]
     assert list(chains("best", solvers, points=False, teacher=True)) == ["refit"]
     assert chains("best", {"margins": Margins()}, points=False, teacher=False) == {}
     assert chains("margins", solvers, points=False, teacher=True) == {}
     assert chains("refit+margins", solvers, points=True, teacher=True) == {"refit+margins": CHAINS["refit+margins"]}
-    for method in ("refit", "refit+margins"):
+    for method in ("refit", "refit+margins", "carry"):
         with pytest.raises(UsageError, match="name its checkpoint"):
             chains(method, {"margins": Margins()}, points=True, teacher=False)
 
@@ -94,7 +99,7 @@ def test_a_night_of_all_methods(night_log: Path, tmp_path: Path) -> None:
     name = opened.current
     assert name == "2026-11-29"
     told = json.loads((opened.night(name) / "report.json").read_text())
-    assert [c["name"] for c in told["candidates"]] == ["refit+margins", "margins", "refit"]
+    assert [c["name"] for c in told["candidates"]] == ["refit+margins", "carry", "margins", "refit"]
     assert [c["why"] for c in told["candidates"]].count("") == 1
     by_name = {c["name"]: c for c in told["candidates"]}
     assert by_name["margins"]["trained"]["right"] == len(told["points"]), "the solve moved what it was asked to"
@@ -102,7 +107,7 @@ def test_a_night_of_all_methods(night_log: Path, tmp_path: Path) -> None:
         if c["why"] != "no gains that help were found" and not c["why"].startswith("refit found"):
             gates = {v["gate"]: v["measured"] for v in c["verdicts"]}
             assert {"kept", "endings", "ruler general Sigma-min", "ruler general KL"} <= set(gates)
-            assert (gates["correlation"] is None) == (c["name"] == "refit")
+            assert (gates["correlation"] is None) == (c["name"] in ("carry", "refit"))
 
 
 @pytest.mark.long

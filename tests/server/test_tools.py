@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from ds4.cli import serve as serve_command
 from ds4.engine import Sampling
 from ds4.model import tokenizer as names
 from ds4.model import tools as model_tools
 from ds4.model.chat import attach_tools, render
 from ds4.model.tokenizer import DSML, Special, Tokenizer
 from ds4.model.tools import OWN_TOOL_TEXT, load_tool_text, render_calls
-from ds4.posttrain.corrections import Correction
+from ds4.posttrain.corrections import Correction, read_corrections
 from ds4.posttrain.decisions import decision
+from ds4.posttrain.log import append, row_bytes
 from ds4.server.fields import Fields
 from ds4.server.job import Job
 from ds4.server.openai import asked_of, read_chat
@@ -29,6 +34,7 @@ from ds4.server.stream import CONTENT, CallDelta, Delta, Piece, TextStream
 from solvers.nightly.judge import prompt_ids
 from tests.model.text_cases import calls as block
 from tests.model.text_cases import invoke, parameter
+from tests.model.vocabulary import real
 from tests.server.standin import TOKENIZER, Served, StandIn, events, ids_of, serve
 
 CHAT = "/v1/chat/completions"
@@ -370,6 +376,39 @@ def test_the_log_knows_what_the_prompt_was_made_of() -> None:
             "r" if asked["thinking"] else None, tools=asked.get("tools", ()),
         )  # fmt: skip
         assert decision(correction, TOKENIZER, 4096).prompt == tuple(generation.prompt_ids)
+
+
+def test_a_correction_takes_its_tools_from_the_log(tmp_path: Path) -> None:
+    row = {"id": "chatcmpl-1", "messages": QUESTION, "tools": TOOLS, "answer": {"content": "One."}}
+    append(tmp_path, date(2026, 11, 30), [row_bytes(row)])
+    edit = {"request_id": "chatcmpl-1", "wanted": "Two."}
+    for said, found in (
+        ({}, TOOLS),
+        ({"tools": TOOLS}, TOOLS),
+        ({"tools": TOOLS[:1]}, None),
+        ({"tools": "wx"}, None),
+    ):
+        (tmp_path / "corrections").write_text(json.dumps(edit | said))
+        read = read_corrections(tmp_path / "corrections", tmp_path)
+        assert [c.tools for c in read.rows] == ([found] if found else [])
+        assert all("tools" in p.reason for p in read.problems) and len(read.problems) == (found is None)
+
+
+def test_foreign_words_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the released vocabulary alone, and not where the checkpoint's own file lies beside the base."""
+    caplog.set_level("INFO", "ds4.server")
+    monkeypatch.setattr(serve_command, "warm_up", lambda engine: None)
+    other = model_tools.ToolText("", "", released=True)
+    for tokenizer, warned in ((TOKENIZER, False), (real(), True), (real(), False)):
+        released = tokenizer is not TOKENIZER and not warned
+        monkeypatch.setitem(tokenizer.__dict__, "tool_text", other if released else OWN_TOOL_TEXT)
+        engine = SimpleNamespace(tokenizer=tokenizer, warnings=(), base=SimpleNamespace(path=tmp_path / "m.gguf"))
+        monkeypatch.setattr(serve_command, "engine_of", lambda args, progress, engine=engine: engine)
+        caplog.clear()
+        serve_command.open_engine(Namespace(), lambda done, total: None)
+        assert (f"encoding/encoding.py into {tmp_path}" in caplog.text) == warned
 
 
 def test_the_log_has_the_calls() -> None:

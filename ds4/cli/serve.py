@@ -20,12 +20,14 @@ from ds4.cli.main import guarded
 from ds4.cli.model_flags import add_model_flags, engine_of
 from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.model.tokenizer import RELEASED_SIZE
-from ds4.posttrain.admin_key import make_key
+from ds4.posttrain.admin_key import make_key, read_key
 from ds4.posttrain.nights import resolve
 from ds4.server.app import make_app
+from ds4.server.cors import check_origin
 from ds4.server.edge import Connections
 from ds4.server.errors import HttpError
 from ds4.server.listen import is_loopback, listen, make_server
+from ds4.server.logs import FORMATS, log_to_stderr
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker, warm_up
@@ -40,10 +42,12 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
     "model": str, "host": str, "port": int, "api_key": str, "queue": int, "mem_budget_mb": int, "engram_dir": str,
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
-    "log_requests": str, "log_days": int, "admin_key": str,
+    "log_requests": str, "log_days": int, "admin_key": str, "api_key_file": str, "cors": str, "log_format": str,
+    "stall_seconds": int, "oom_score_adj": int,
 }  # fmt: skip
 MOST_WAITING = 10_000
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
+STALL_S = 120  # a chunk of the released model takes seconds; a kernel that is built late, a minute
 
 OWN_WORDING = (
     "warning: around the schemas of tools stand our own words, which the model was not trained with: put the "
@@ -57,7 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ds4-server",
         allow_abbrev=False,
-        description="Serve a base file over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health.",
+        description="Serve a base file over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, "
+        "/metrics.",
         epilog="Any flag may stand in ds4.toml under the same name (in --dir, then in ~/.config/ds4); flags win.",
     )
     p.add_argument("--version", action="version", version=f"ds4 {__version__}")
@@ -66,11 +71,23 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
     p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
     p.add_argument(
+        "--api-key-file", metavar="FILE", help="the same, the key being in FILE, which nobody else can read"
+    )
+    p.add_argument("--cors", metavar="ORIGIN", help="let pages of ORIGIN (or *) call the server; without: none")
+    p.add_argument(
         "--admin-key", metavar="FILE", help="take orders on /admin/ with the key in FILE, made if it is not there"
     )
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
     p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
     p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
+    p.add_argument("--log-format", choices=FORMATS, default="text", help="lines of the log (default text)")
+    p.add_argument(
+        "--stall-seconds", type=int, default=STALL_S, metavar="N",
+        help=f"/health is 503 when a request made no step for N seconds (default {STALL_S})",
+    )  # fmt: skip
+    p.add_argument(
+        "--oom-score-adj", type=int, metavar="N", help="how soon the kernel ends this process for memory, up to 1000"
+    )
     add_model_flags(p, prefill="replay", drafts=True)
     return p
 
@@ -110,8 +127,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--api-key is empty; leave it away to ask for none")
     if args.admin_key is not None and not args.admin_key.strip():
         raise UsageError("--admin-key is empty; leave it away to take no orders")
+    if args.api_key_file is not None:
+        if args.api_key is not None:
+            raise UsageError("--api-key and --api-key-file are two ways to give one key: leave one of them out")
+        args.api_key = read_key(Path(args.api_key_file), "API key")
     if args.api_key is None and not is_loopback(args.host):
-        raise UsageError(f"--host {args.host} can be reached from other machines: it needs --api-key")
+        raise UsageError(
+            f"--host {args.host} can be reached from other machines: it needs --api-key or --api-key-file"
+        )
+    if args.cors is not None:
+        check_origin(args.cors)
+    if args.stall_seconds < 1:
+        raise UsageError(f"--stall-seconds {args.stall_seconds}: must be at least 1")
+    if args.oom_score_adj is not None and not -1000 <= args.oom_score_adj <= 1000:
+        raise UsageError(f"--oom-score-adj {args.oom_score_adj}: must be between -1000 and 1000")
     return args
 
 
@@ -207,6 +236,16 @@ class Model:
         self._device = engine.device
 
 
+def set_oom_score(score: int) -> None:
+    """Tell the kernel whom to end first when memory runs out. A lower score than now needs a privilege; without it
+    the server says so and goes on.
+    """
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(score))
+    except OSError as e:
+        log.warning("warning: --oom-score-adj %d cannot be set: %s", score, e.strerror)
+
+
 def run(argv: Sequence[str]) -> int:
     """Serve until a signal; running requests get `Limits.drain_s` to end, then they are cancelled and told so.
 
@@ -214,8 +253,10 @@ def run(argv: Sequence[str]) -> int:
         Ds4Error: the port is in use, or the model cannot be loaded.
     """
     args = parse(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    log_to_stderr(args.log_format)
     log.setLevel(logging.INFO)
+    if args.oom_score_adj is not None:
+        set_oom_score(args.oom_score_adj)
     limits = Limits(queue=args.queue)
     requests = None if args.log_requests is None else RequestLog(Path(args.log_requests), args.log_days or LOG_DAYS)
     admin_key = None if args.admin_key is None else make_key(Path(args.admin_key))
@@ -230,9 +271,10 @@ def run(argv: Sequence[str]) -> int:
     connections: Connections = {}
     model = Model(args)
     worker = Worker(
-        model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle
+        model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle,
+        step_s=args.stall_seconds,
     )  # fmt: skip
-    app = make_app(worker, limits, args.api_key, connections, requests, admin_key)
+    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors)
     server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:

@@ -204,6 +204,11 @@ class Engine:
         """Give back the memory and the graphs of sequences that are gone."""
         self._idle.clear()
 
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of the device's memory in use, by anyone, and all of it; None: nobody can say."""
+        free = free_bytes(self.device)
+        return None if free is None else (self.device.info.memory - free, self.device.info.memory)
+
     def _policy(self) -> DraftPolicy:
         if self.draft is None:
             return PLAIN()

@@ -18,8 +18,8 @@ LEAST_CHARS, MOST_BYTES = 16, 4096
 KEY_BYTES = 32  # of a key that is made here; 43 characters
 
 
-def read_key(path: Path) -> str:
-    """The key in the file.
+def read_key(path: Path, what: str = "admin key") -> str:
+    """The key in the file; `what` it is, for errors.
 
     Raises:
         UsageError: no such file, not a regular file of this user's, readable by others, or no key in it. Quotes
@@ -29,14 +29,14 @@ def read_key(path: Path) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:
         if e.errno == errno.ELOOP:
-            raise UsageError(f"{path}: is a link; an admin key is a regular file, name that") from e
-        raise UsageError(f"{path}: the admin key cannot be read ({e.strerror})") from e
+            raise UsageError(f"{path}: is a link; the {what} is a regular file, name that") from e
+        raise UsageError(f"{path}: the {what} cannot be read ({e.strerror})") from e
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise UsageError(f"{path}: is not a regular file; an admin key is one, of mode 600")
+            raise UsageError(f"{path}: is not a regular file; the {what} is one, of mode 600")
         if info.st_uid != os.geteuid():
-            raise UsageError(f"{path}: belongs to another user; an admin key is a file of your own")
+            raise UsageError(f"{path}: belongs to another user; the {what} is a file of your own")
         if info.st_mode & 0o077:
             mode = stat.S_IMODE(info.st_mode)
             raise UsageError(

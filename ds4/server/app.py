@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
 from ds4.server.job import Job
+from ds4.server.metrics import CONTENT_TYPE, OTHER, Metrics
 from ds4.server.openai import asked_of, read_chat, read_completion
 from ds4.server.outbox import Gone, Outbox
 from ds4.server.request import Generation, Limits, ServedModel
@@ -39,6 +41,7 @@ def make_app(
     connections: Connections | None = None,
     requests: RequestLog | None = None,
     admin_key: str | None = None,
+    cors: str | None = None,
 ) -> ASGIApp:
     """The application. It starts the worker and the log of requests, where there is one, and stops them."""
 
@@ -53,7 +56,10 @@ def make_app(
             await asyncio.to_thread(requests.stop)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = Routes(worker, limits, requests)
+    metrics = Metrics(worker)
+    worker.on_end = metrics.end
+    routes = Routes(worker, limits, requests, metrics)
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
@@ -63,7 +69,11 @@ def make_app(
     app.add_exception_handler(HTTPException, _route_error)
     app.add_exception_handler(Ds4Error, _own_error)
     app.add_exception_handler(Exception, _own_error)
-    return Edge(app, {} if connections is None else connections, api_key, limits, admin_key)
+    own = {route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path}
+    return Edge(
+        app, {} if connections is None else connections, api_key, limits, admin_key, cors=cors,
+        answered=lambda path, method, status: metrics.answered(path if path in own else OTHER, method, status),
+    )  # fmt: skip
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
@@ -84,8 +94,8 @@ async def _route_error(request: Request, error: Exception) -> Response:
 class Routes:
     """The handlers, over one worker."""
 
-    def __init__(self, worker: Worker, limits: Limits, requests: RequestLog | None) -> None:
-        self._worker, self._limits, self._requests = worker, limits, requests
+    def __init__(self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics) -> None:
+        self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
         self._created = int(time.time())
 
     async def health(self) -> Response:
@@ -108,10 +118,15 @@ class Routes:
         try:
             w.served()
             why = "the device fails" if w.trouble is None else f"the device cannot be taken back: {w.trouble}"
+            if w.stalled:
+                why = f"the running request has made no step for {w.silent_s:.0f} s"
             raise overloaded(f"{why}; see the server's log", "device_failing", 10)
         except HttpError as e:
             told = {"status": state, "progress": {"done": done, "total": total}, **about, **error_body(e)}
             return json_response(told, 503, e.headers)
+
+    async def metrics(self) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.page), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
         return json_response(model_list(self._worker.served(), self._created))
@@ -137,8 +152,9 @@ class Routes:
         generation = await asyncio.to_thread(read, fields, card, self._limits)
         job = Job(generation, Outbox(self._limits.outbox_chars))
         answer = Answer(chat, card.name, generation, card.tokenizer)
-        self._worker.submit(job)
         path = request.url.path
+        self._metrics.begin(job, path)
+        self._worker.submit(job)
         exchange = None
         if self._requests is not None:
             asked = asked_of(fields, chat=chat)

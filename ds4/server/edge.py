@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.requests import Request
@@ -12,7 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4.errors import RequestError
+from ds4.server.cors import PREFLIGHT, Headers, allowed, is_preflight
 from ds4.server.errors import HttpError, error_body, error_response, json_bytes, stopping
+from ds4.server.logs import HEADER, id_of, request_id
 from ds4.server.outbox import Gone
 from ds4.server.request import Limits
 
@@ -42,11 +45,15 @@ class Edge:
         connections: live connections by client address, to cut the one whose reader stalls.
         api_key: asked of every path but `OPEN_PATHS` and what is below `ADMIN`; None: nobody is asked.
         admin_key: asked of what is below `ADMIN`; None: nobody comes in there.
+        cors: the origin whose pages may call the server, or "*"; None: none. Never of what is below `ADMIN`.
+        answered: told path, method and status of every answer that begins.
     """
 
     def __init__(
-        self, app: ASGIApp, connections: Connections, api_key: str | None, limits: Limits, admin_key: str | None
-    ) -> None:
+        self, app: ASGIApp, connections: Connections, api_key: str | None, limits: Limits, admin_key: str | None,
+        *, cors: str | None = None, answered: Callable[[str, str, int], None] = lambda path, method, status: None,
+    ) -> None:  # fmt: skip
+        self._cors, self._answered = cors, answered
         self._app, self._connections, self._limits = app, connections, limits
         self._key = None if api_key is None else api_key.encode()
         self._admin_key = None if admin_key is None else admin_key.encode()
@@ -55,9 +62,19 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        guarded = _Send(send, self._limits.stall_s)
+        headers, path = dict(scope["headers"]), scope["path"]
+        mark = id_of(headers.get(HEADER.encode()))
+        request_id.set(mark)  # of this task: the server makes one a request
+        opened = [] if _is_admin(path) else allowed(self._cors, headers.get(b"origin"))
+        guarded = _Send(
+            send, self._limits.stall_s, [(HEADER.encode(), mark.encode()), *opened],
+            lambda status: self._answered(path, scope["method"], status),
+        )  # fmt: skip
         try:
             try:
+                if opened and is_preflight(scope["method"], headers):
+                    await Response(status_code=204, headers=_texts(PREFLIGHT))(scope, receive, guarded)
+                    return
                 self._check_key(scope)
                 await self._app(scope, receive, guarded)
             except (Gone, Stalled):
@@ -84,19 +101,27 @@ class Edge:
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
-        admin = path == ADMIN or path.startswith(ADMIN + "/")
+        if scope["method"] == "OPTIONS":  # browsers send no key with it; it tells nothing but what a path takes
+            return
+        admin = _is_admin(path)
         if admin and self._admin_key is None:
             raise HttpError(403, "this server takes no orders: start it with --admin-key FILE", "admin_disabled")
         wanted = self._admin_key if admin else self._key
         if wanted is None or path in OPEN_PATHS:
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        kind, _, bearer = given.partition(b" ")
+        keys = [bearer.strip()] if kind.lower() == b"bearer" else []
+        how = "send it as Authorization: Bearer KEY"
+        if not admin:  # orders have one way in
+            keys += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
+            how += " or as x-api-key: KEY"
+        if not any(hmac.compare_digest(key, wanted) for key in keys):
             name = "admin key" if admin else "API key"
-            what = f"no {name} was given" if not given else f"the {name} is wrong"
+            what = f"no {name} was given" if not given and not keys else f"the {name} is wrong"
             raise HttpError(
-                401, f"{what}; send it as Authorization: Bearer KEY", f"invalid_{'admin' if admin else 'api'}_key",
+                401, f"{what}; {how}", f"invalid_{'admin' if admin else 'api'}_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
 
@@ -107,15 +132,28 @@ class Edge:
             connection.abort()
 
 
-class _Send:
-    """`send` that knows how far the response is and does not wait for ever."""
+def _is_admin(path: str) -> bool:
+    return path == ADMIN or path.startswith(ADMIN + "/")
 
-    def __init__(self, send: Send, stall_s: float) -> None:
-        self._send, self._stall_s = send, stall_s
+
+def _texts(headers: Headers) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers}
+
+
+class _Send:
+    """`send` that knows how far the response is, does not wait for ever and adds headers of its own; `told` hears
+    the status.
+    """
+
+    def __init__(self, send: Send, stall_s: float, headers: Headers, told: Callable[[int], None]) -> None:
+        self._send, self._stall_s, self._headers, self._told = send, stall_s, headers, told
         self.begun = self.ended = False
 
     async def __call__(self, message: Message) -> None:
         self.begun = True
+        if message["type"] == "http.response.start":
+            self._told(message["status"])
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._send(message)

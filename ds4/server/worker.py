@@ -12,17 +12,20 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ds4.engine import Cancelled, Sampling
 from ds4.engine.sampling import Penalties
 from ds4.errors import DeviceError, Ds4Error
 from ds4.server.errors import HttpError, overloaded, stopping
 from ds4.server.job import Job, without_frames
+from ds4.server.logs import request_id
 from ds4.server.orders import Lease, Lend, Reload, lease_over, lent_already
 from ds4.server.outbox import Event, Failed
 from ds4.server.request import Card, Progress, ServedEngine
@@ -63,12 +66,15 @@ class Worker:
         on_failed: called in the worker's thread if the model cannot be loaded; `error` says why.
         remount: gives an engine the sidecars that its folders have now; the engine is as it was if that fails.
         settle: gives back device memory that nobody refers to any more.
+        step_s: seconds without a step of the running request after which the server calls itself unwell.
 
     Attributes:
         state: "loading", then "ready" or "failed"; "lent", then "returning" and "ready" again.
         card: what is known of the model, also while there is no engine.
         lease: of the device, while it is away.
         trouble: why the device could not be taken back, while that is so.
+        memory: bytes of the device in use, and all, after the last request; None: not known.
+        on_end: told of every request that was queued, with its last event, by whichever thread ends it.
     """
 
     def __init__(
@@ -79,13 +85,18 @@ class Worker:
         *,
         remount: Callable[[ServedEngine], None] = lambda engine: None,
         settle: Callable[[], object] = gc.collect,
+        step_s: float = 120.0,
     ) -> None:
         self._open, self._limit, self._on_failed = open_engine, queue, on_failed
         self._remount, self._settle = remount, settle
+        self._step_s, self._stepped = step_s, time.monotonic()
+        self.memory: tuple[int, int] | None = None
+        self.on_end: Callable[[Job, Event], None] = lambda job, event: None
         # one thread may take its lock twice: a signal's handler asks for a reload, whatever it interrupts
         self._change = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
+        self._marks: WeakKeyDictionary[Job, str | None] = WeakKeyDictionary()  # ids of requests that wait
         self._reloads: deque[Reload] = deque()
         self._lend: Lend | None = None  # asked for, not done yet
         self._attempts = 0  # to take the device back, that failed
@@ -110,7 +121,9 @@ class Worker:
             self._stopping = True
             for job in (self._running, *self._waiting):
                 if job is not None:
-                    job.outbox.put(Failed(stopping()))
+                    end = Failed(stopping())
+                    self.on_end(job, end)
+                    job.outbox.put(end)
             self._fail_orders(stopping())
             self._change.notify_all()
 
@@ -132,7 +145,18 @@ class Worker:
     def well(self) -> bool:
         """Whether a request would probably be answered, if only after a while."""
         failed = self._attempts if self.state == "returning" else self._device_errors
-        return self.state in ("ready", "lent", "returning") and failed < FAILING and not self._stopping
+        fit = self.state in ("ready", "lent", "returning") and failed < FAILING and not self._stopping
+        return fit and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a request runs and has made no step for `step_s`."""
+        return self.silent_s > self._step_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the running request's last step (a prefill chunk, a token, or its begin); 0: none runs."""
+        return 0.0 if self._running is None else max(0.0, time.monotonic() - self._stepped)
 
     def served(self) -> Card:
         """What requests are read by.
@@ -167,6 +191,7 @@ class Worker:
         """
         with self._change:
             self.check_room()
+            self._marks[job] = request_id.get()
             self._waiting.append(job)
             self._change.notify_all()
 
@@ -176,7 +201,9 @@ class Worker:
             job.cancelled = True
             if job in self._waiting:
                 self._waiting.remove(job)
-                job.outbox.put(Failed(Cancelled()))
+                end = Failed(Cancelled())
+                self.on_end(job, end)
+                job.outbox.put(end)
 
     # ---- orders, from any thread ----
 
@@ -292,6 +319,7 @@ class Worker:
             self.engine.close()
 
     def _opened(self, engine: ServedEngine) -> None:
+        self._note_memory(engine)
         with self._change:
             self.engine, self.card, self.state = engine, Card.of(engine), "ready"
             self._attempts, self._device_errors, self.trouble = 0, 0, None
@@ -311,6 +339,7 @@ class Worker:
                 if self._lend is not None and self._lend.may_go(first):
                     return self._lend
                 if first is not None:
+                    self._stepped = time.monotonic()
                     self._running = self._waiting.popleft()
                     return self._running
                 self._change.wait()
@@ -387,6 +416,7 @@ class Worker:
         except Exception:
             log.exception("closing the engine failed")
         del engine
+        self.memory = None
         self._let_go()
 
     def _let_go(self) -> None:
@@ -399,8 +429,9 @@ class Worker:
     def _run(self, engine: ServedEngine, job: Job) -> None:
         """One request to its end; whatever happens, its outbox hears of it."""
         end: Event
+        request_id.set(self._marks.pop(job, None))  # of this thread: its lines say which request they are about
         try:
-            end = job.answer(engine, lambda: self._stopping)
+            end = job.answer(engine, self._step)
             self._device_errors = 0
         except Cancelled:
             end = Failed(stopping() if self._stopping else Cancelled())
@@ -410,7 +441,22 @@ class Worker:
                 log.exception("a request failed")
             without_frames(e)
             end = Failed(e)
+        request_id.set(None)
+        self._note_memory(engine)
+        self.on_end(job, end)
         job.outbox.put(end)
+
+    def _step(self) -> bool:
+        """Asked between two steps: whether to stop. That it is asked shows that the device works."""
+        self._stepped = time.monotonic()
+        return self._stopping
+
+    def _note_memory(self, engine: ServedEngine) -> None:
+        """Ask the device in the thread that owns it; it may be in no state to answer."""
+        try:
+            self.memory = engine.device_memory()
+        except Ds4Error:
+            self.memory = None
 
 
 def _names(sidecars: Mapping[str, object]) -> str:

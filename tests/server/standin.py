@@ -98,6 +98,9 @@ class StandIn:
         self.sessions.add(made)
         return made
 
+    def device_memory(self) -> tuple[int, int] | None:
+        return (3 << 20, 8 << 20)
+
     def close(self) -> None:
         self.closed = True
 
@@ -185,12 +188,16 @@ def serve(
     admin_key: str | None = ADMIN_KEY,
     remount: Callable[[ServedEngine], None] = lambda engine: None,
     settle: Callable[[], object] = gc.collect,
+    step_s: float = 120.0,
+    cors: str | None = None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
     connections: Connections = {}
-    worker = Worker(open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle)
-    app = make_app(worker, limits, api_key, connections, requests, admin_key)
+    worker = Worker(
+        open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle, step_s=step_s
+    )
+    app = make_app(worker, limits, api_key, connections, requests, admin_key, cors)
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

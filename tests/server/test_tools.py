@@ -85,6 +85,17 @@ def test_calls_as_the_client_reads_them(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_calls_in_a_real_vocabulary(stream: bool) -> None:
+    """Where a token may be the end of the text and the beginning of a block, or some letters and half a character."""
+    markup = render_calls([{"name": n, "arguments": a} for n, a in CALLS])
+    script = real().encode_segments(["Voil\u00e0 \U00020000.\n\n", *markup])
+    with serve(StandIn(script, tokenizer=real())) as server:
+        choice = ask(server, stream)
+        assert called(choice) == CALLS and choice.message.content == "Voil\u00e0 \U00020000."
+        assert len(real().encode(".\n\n")) == 1  # else this tested nothing
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_calls_after_reasoning(stream: bool) -> None:
     """A block in the reasoning is none; what was thought comes as reasoning."""
     thought = script_of(CALLS[:1], "Hm.")

@@ -1,0 +1,91 @@
+"""A coding agent over this server: it declares its tools, runs the calls of a scripted answer, sends results back.
+
+Needs the agent `opencode` on the path (`npm install opencode-ai`; 1.18.33 was tried); without it this is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ds4.engine import Sampling
+from ds4.model.tokenizer import DSML
+from tests.server.standin import EOS, TOKENIZER, StandIn, StandInConfig, StandInSession, ids_of, serve
+from tests.server.test_tools import script_of
+
+AGENT = shutil.which("opencode")
+SECRET = "the secret word is marmalade"
+
+
+@dataclass
+class Scripted(StandIn):
+    """An engine whose answer depends on the prompt."""
+
+    script_for: Callable[[str], Sequence[int]] = lambda prompt: ()
+
+    def session(self) -> StandInSession:
+        return ScriptedSession(self)
+
+
+class ScriptedSession(StandInSession):
+    def next(self, sampling: Sampling, *, left: int | None = None) -> int:
+        engine = self.engine
+        assert isinstance(engine, Scripted)
+        self.drawn += 1
+        return [*engine.script_for(TOKENIZER.decode(engine.prompts[-1])), EOS][self.drawn - 1]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(AGENT is None, reason="no opencode on the path: npm install opencode-ai")
+def test_an_agent_reads_two_files_and_answers(tmp_path: Path) -> None:
+    """Two calls in one answer; their results come back, in order, as results."""
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+    files = [work / "one.txt", work / "two.txt"]
+    files[0].write_text(SECRET)
+    files[1].write_text("nothing \u00e9\U0001f600 here")
+    calls = script_of([("read", {"filePath": str(f)}) for f in files], "I look.")
+
+    def script_for(prompt: str) -> Sequence[int]:
+        if "### Available Tool Schemas" not in prompt:
+            return ids_of("A title")
+        return ids_of("It is marmalade.") if SECRET in prompt else calls
+
+    engine = Scripted(config=StandInConfig(1 << 20), script_for=script_for)
+    with serve(engine) as server:
+        model = {"name": "stand-in", "limit": {"context": 1_000_000, "output": 4096}}
+        provider = {
+            "npm": "@ai-sdk/openai-compatible", "name": "ds4", "models": {"stand-in": model},
+            "options": {"baseURL": server.url + "/v1", "apiKey": "none"},
+        }  # fmt: skip
+        settings = {
+            "autoupdate": False, "share": "disabled", "provider": {"ds4": provider}, "enabled_providers": ["ds4"],
+            "model": "ds4/stand-in", "small_model": "ds4/stand-in",
+        }  # fmt: skip
+        (tmp_path / "agent.json").write_text(json.dumps(settings))
+        env = {
+            "PATH": os.environ["PATH"], "HOME": str(home), "OPENCODE_CONFIG": str(tmp_path / "agent.json"),
+            "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        }  # fmt: skip
+        ran = subprocess.run(
+            [str(AGENT), "run", "--model", "ds4/stand-in", "--format", "json", "What is the secret word?"],
+            cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    done = [t["part"]["state"] for t in told if t["type"] == "tool_use"]
+    assert sorted(s["input"]["filePath"] for s in done) == [str(f) for f in files]
+    assert all(s["status"] == "completed" for s in done)
+    assert [t["part"]["text"] for t in told if t["type"] == "text"] == ["I look.", "It is marmalade."]
+    last = TOKENIZER.decode(engine.prompts[-1])
+    assert last.count(f"<{DSML} invoke name=") - last.count('<\uff5cDSML\uff5c invoke name="$') == 2
+    results = last[last.rindex("</\uff5cDSML\uff5c calls>") :]
+    assert results.count("<tool_result>") == 2 and results.index(SECRET) < results.index("\u00e9\U0001f600")

@@ -104,6 +104,8 @@ def test_the_estimate_is_what_an_engine_then_takes(
         assert told["launches_a_step"] > 0
         assert count.held == pytest.approx(told["total"], rel=0.02)
         assert count.most == pytest.approx(told["peak"], rel=0.04)
+        memory = engine.device_memory()
+        assert memory is not None and 0 < memory[0] < memory[1] == told["device"]["memory"]
         engine.close()
 
 

@@ -67,7 +67,7 @@ class Nights:
         scripts = [ROOT / "bench" / f"night_{name}.py" for name in ("requests", "subjects")]
         quick = "quick" if args.quick else "whole"
         key = cache_key("nights", file_mark(self.base), self.mark, str(args.seed), quick, *scripts)
-        self.rule = CarryRule(held=2, steps=3, least=-100) if args.quick else CarryRule(draws=1)
+        self.rule = CarryRule(held=2, steps=3, least=-100) if args.quick else CarryRule()
         sizes = (600, 200, 64) if args.quick else (12288, 4096, 256)
         self.bed = Bed(
             self.engine, Path(args.work) / key, args.seed, args.days, 7 if args.quick else None, sizes, self._say

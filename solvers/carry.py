@@ -50,9 +50,9 @@ class CarryRule:
     tau: float = 2.0
     sharp: float = 4.0
     lam: float = 1.5
-    beside: float = 0.1
+    beside: float = 0.3
     least: float = 0.25
-    draws: int = 2
+    draws: int = 1
     held: int = 4
     rtol: float = 1e-3
 
@@ -77,6 +77,18 @@ class TextPlaces:
     logits_PV: F32
     original_PV: F32 | None
     documents_P: NDArray[np.integer]
+
+    @staticmethod
+    def join(parts: Sequence[TextPlaces]) -> TextPlaces:
+        """One after the other, documents numbered through; all with the original's logits or all without."""
+        firsts = np.cumsum([0, *(int(p.documents_P.max()) + 1 for p in parts)])
+        originals = [p.original_PV for p in parts if p.original_PV is not None]
+        return TextPlaces(
+            Places.join([p.places for p in parts]),
+            np.concatenate([p.logits_PV for p in parts]),
+            np.concatenate(originals) if originals else None,
+            np.concatenate([p.documents_P + first for p, first in zip(parts, firsts, strict=False)]),
+        )
 
     def take(self, which: NDArray[np.bool_]) -> TextPlaces:
         original = None if self.original_PV is None else self.original_PV[which]

@@ -113,7 +113,7 @@ def facts(n: int, seed: int, spread: float = 0.3) -> tuple[Places, np.ndarray]:
 
 
 def test_what_is_learnt_is_there_in_other_words_and_text_pays_nothing() -> None:
-    head, rule = toy_head(), CarryRule(steps=30, step=0.003, lam=0.3, least=2)
+    head, rule = toy_head(), CarryRule(steps=30, step=0.003, lam=0.3, least=2, beside=0.1, draws=2)
     carry = Carry(text_of(1200, 20), head, E, rule)
     points, a_P = facts(24, 30)
     others = text_of(40, 50)

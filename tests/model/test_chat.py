@@ -376,4 +376,5 @@ def test_structure_is_ids_not_spelling() -> None:
 
 
 def test_space_after_the_block_is_accepted() -> None:
-    assert len(parse_segments([*spelled(f"{BLOCK} \n"), EOS], thinking=False).calls) == 1
+    got = parse_segments([*spelled(f"Sure.{BLOCK} \n"), EOS], thinking=False)
+    assert len(got.calls) == 1 and got.content == "Sure." and not got.malformed

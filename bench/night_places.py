@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from night_requests import Asked, answer, correction, day_of, requests, write_log
+from night_requests import Asked, Recurring, answer, correction, day_of, requests, write_log
 from numpy.typing import NDArray
 
 from ds4 import embedded
@@ -65,9 +65,10 @@ class Bed:
         a_day: int | None,
         text: tuple[int, int, int],
         say: Say,
+        recurring: Recurring | None = None,
     ) -> None:
         self.engine, self.folder, self.seed, self.days = engine, folder, seed, days
-        self._a_day, self._text, self._say = a_day, text, say
+        self._a_day, self._text, self._say, self._recurring = a_day, text, say, recurring
         self.log = folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
         self.problems: list[str] = []
@@ -77,7 +78,7 @@ class Bed:
         return Head.of(self.engine)
 
     def _asked(self, number: int) -> list[Asked]:
-        return requests(self.seed, number)[: self._a_day]
+        return requests(self.seed, number, self._recurring)[: self._a_day]
 
     def make_log(self) -> None:
         """Answer and log what is not in the log yet; the corrections of all days."""

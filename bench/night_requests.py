@@ -1,11 +1,12 @@
 """Fourteen days of requests by script, from a seed: what people ask again and again, and what they ask once.
 
-A seed chooses six facts and six preferences of night_subjects.py. Each day every one of them is asked in words that
-no other day has, four of them twice; and more besides: subjects that the seed did not choose, which nobody corrects,
-and passages of the embedded model's `fit` text (code, law, medicine, Chinese, English), also uncorrected. Requests
-are shuffled; some have a system line, some follow an earlier turn. The engine answers them itself, greedily or at
-temperature 1 by a seed of the request's own, and the answers are logged as the server logs them. What is asked again
-and again and was not answered as wanted gets a correction, through ds4.posttrain as any correction does.
+A seed chooses six facts and six preferences of night_subjects.py (`Recurring` says otherwise). Each day every one of
+them is asked in words that no other day has, four of them twice; and more besides: subjects that the seed did not
+choose, which nobody corrects, and passages of the embedded model's `fit` text (code, law, medicine, Chinese,
+English), also uncorrected. Requests are shuffled; some have a system line, some follow an earlier turn. The engine
+answers them itself, greedily or at temperature 1 by a seed of the request's own, and the answers are logged as the
+server logs them. What is asked again and again and was not answered as wanted gets a correction, through ds4.posttrain as any
+correction does.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from ds4.posttrain.log import append, make_folder, row_bytes
 
 FIRST_DAY = date(2026, 11, 1)
 DAYS = 14
-CHOSEN = 6  # facts, and as many preferences
-TWICE = 4  # of them are asked twice a day
 UNCHOSEN, PASSAGES = 12, 12  # of the other requests a day
 MAX_TOKENS = 12
 SYSTEM, EARLIER, GREEDY = 0.25, 0.3, 0.5  # shares of requests
@@ -53,6 +52,21 @@ ASKS = {
 
 
 @dataclass(frozen=True)
+class Recurring:
+    """chosen: facts, and as many preferences. twice: how many of all of them are asked twice a day."""
+
+    chosen: int = 6
+    twice: int = 4
+
+    def __post_init__(self) -> None:
+        most = min(len(FACTS), len(PREFERENCES))
+        if not 1 <= self.chosen <= most or not 0 <= self.twice <= 2 * self.chosen:
+            raise SystemExit(
+                f"{self.chosen} facts and preferences of {most} each, {self.twice} of them twice: cannot be"
+            )
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request of the script: its subject, None where nobody will correct it."""
 
@@ -68,22 +82,23 @@ def day_of(number: int) -> date:
     return FIRST_DAY + timedelta(days=number - 1)
 
 
-def subjects(seed: int) -> tuple[Subject, ...]:
-    """The twelve that a seed has chosen."""
-    rng = Random(f"{seed} subjects")
-    return (*rng.sample(FACTS, CHOSEN), *rng.sample(PREFERENCES, CHOSEN))
+def subjects(seed: int, recurring: Recurring | None = None) -> tuple[Subject, ...]:
+    """Those that a seed has chosen."""
+    n, rng = (recurring or Recurring()).chosen, Random(f"{seed} subjects")
+    return (*rng.sample(FACTS, n), *rng.sample(PREFERENCES, n))
 
 
-def requests(seed: int, number: int) -> list[Asked]:
+def requests(seed: int, number: int, recurring: Recurring | None = None) -> list[Asked]:
     """The requests of a day, in the order in which they come; numbers from 1."""
-    chosen = subjects(seed)
+    recurring = recurring or Recurring()
+    chosen = subjects(seed, recurring)
     others = [s for s in (*FACTS, *PREFERENCES) if s not in chosen]
     rng = Random(f"{seed} day {number}")
     asked: list[tuple[Subject | None, str]] = []
-    for s in (*chosen, *rng.sample(chosen, TWICE)):
+    for s in (*chosen, *rng.sample(chosen, recurring.twice)):
         again = sum(before is s for before, _ in asked)
         asked.append((s, wording(s, seed, 2 * (number - 1) + again)))
-    for s in rng.sample(others, UNCHOSEN):
+    for s in rng.sample(others, min(UNCHOSEN, len(others))):
         asked.append((None, _filled(rng.choice(s.frames), s, rng)))
     asked += [(None, _passage(rng)) for _ in range(PASSAGES)]
     rng.shuffle(asked)

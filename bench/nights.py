@@ -1,6 +1,7 @@
 """What a night's table does on the day after: fourteen days of requests by script, each judged by the next.
 
-    python bench/nights.py [--seed 2] [--days 14] [--methods all] [--zchain sidecars/general] [--work DIR] [--quick]
+    python bench/nights.py [--seed 2] [--chosen 6] [--twice 4] [--days 14] [--methods all]
+                           [--zchain sidecars/general] [--work DIR] [--quick]
 
 Night d = 1 .. days - 1 solves the last layer's table of a post-training folder on days 1 to d (night_requests.py),
 and the points of day d + 1 judge it. Methods, beside `none`, the sidecar alone:
@@ -35,7 +36,7 @@ import numpy as np
 from embedded import ROOT, cache_key, embedded_base
 from night_methods import carry_table, margins_table, others_of, points_of, refit_table
 from night_places import Bed, Day, note
-from night_requests import DAYS
+from night_requests import DAYS, Recurring
 from numpy.typing import NDArray
 
 from ds4.base.codebook import Workers
@@ -66,12 +67,14 @@ class Nights:
         self.mark = format_fingerprint(*sidecar_fingerprint(self.zchain, self.n_layers))
         scripts = [ROOT / "bench" / f"night_{name}.py" for name in ("requests", "subjects")]
         quick = "quick" if args.quick else "whole"
-        key = cache_key("nights", file_mark(self.base), self.mark, str(args.seed), quick, *scripts)
+        recurring = Recurring(args.chosen, args.twice)
+        key = cache_key("nights", file_mark(self.base), self.mark, str(args.seed), quick, str(recurring), *scripts)
         self.rule = CarryRule(held=2, steps=3, least=-100) if args.quick else CarryRule()
         sizes = (600, 200, 64) if args.quick else (12288, 4096, 256)
         self.bed = Bed(
-            self.engine, Path(args.work) / key, args.seed, args.days, 7 if args.quick else None, sizes, self._say
-        )
+            self.engine, Path(args.work) / key, args.seed, args.days, 7 if args.quick else None, sizes, self._say,
+            recurring,
+        )  # fmt: skip
         self.bed.make_log()
         self.days = [self.bed.day(n) for n in range(1, args.days + 1)]
         self.judge = self.bed.text("judge")
@@ -214,6 +217,8 @@ def summary(method: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Judge each night's table by the requests of the day after.")
     p.add_argument("--seed", type=int, default=2)
+    p.add_argument("--chosen", type=int, default=Recurring().chosen, help="facts that recur, and as many preferences")
+    p.add_argument("--twice", type=int, default=Recurring().twice, help="of all these are asked twice a day")
     p.add_argument("--days", type=int, default=DAYS, help="days of requests; the last one only judges")
     p.add_argument("--methods", type=lambda t: METHODS if t == "all" else tuple(t.split(",")), default=METHODS)
     p.add_argument("--zchain", default=str(ROOT / "sidecars" / "general"), help="the sidecar below; '' for none")

@@ -5,8 +5,8 @@ them is asked in words that no other day has, four of them twice; and more besid
 choose, which nobody corrects, and passages of the embedded model's `fit` text (code, law, medicine, Chinese,
 English), also uncorrected. Requests are shuffled; some have a system line, some follow an earlier turn. The engine
 answers them itself, greedily or at temperature 1 by a seed of the request's own, and the answers are logged as the
-server logs them. What is asked again and again and was not answered as wanted gets a correction, through ds4.posttrain as any
-correction does.
+server logs them. What is asked again and again and was not answered as wanted gets a correction, through
+ds4.posttrain as any correction does.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ CLIENTS = re.compile(
     r"(socket|ssl|http\.client|urllib\.request|ftplib|smtplib|poplib|imaplib|telnetlib|xmlrpc|requests|httpx|aiohttp)\b"
 )
 CONNECTING = {"open_connection", "create_connection", "connect", "sendto", "create_datagram_endpoint"}
-# the socket that listens; `ds4 status` and the like, and `ds4 nightly`, which ask the server on this machine
-MAY = {"ds4.server.listen", "ds4.cli.service", "ds4.posttrain.borrow"}
+# the socket that listens; `ds4 status` and the like, `ds4 doctor` and `ds4 nightly`, which ask this machine's server
+MAY = {"ds4.server.listen", "ds4.cli.service", "ds4.cli.probes", "ds4.posttrain.borrow"}
 
 
 def connections(module: str, text: str) -> list[str]:

@@ -90,7 +90,7 @@ def load_prompts(path: str | Path) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as e:
-        raise FileFormatError(f"{path}: cannot be read ({e})") from e
+        raise FileFormatError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
     out = []
     for n, line in enumerate(lines, start=1):
         if not line.strip():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds4.errors import Ds4Error, UsageError
 from ds4.posttrain.forget import forget
-from ds4.posttrain.log import existing_folder, parse_day
+from ds4.posttrain.log import own_log, parse_day
 
 
 class NotForgotten(Ds4Error):
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all and (args.request or args.day):
         raise UsageError("--all is every request: leave --request and --day out")
     done = forget(
-        existing_folder(args.log),
+        own_log(args.log),
         ids=args.request,
         wanted_days=[parse_day(d) for d in args.day],
         everything=args.all,

@@ -15,9 +15,10 @@ from typing import Any
 from ds4 import embedded
 from ds4.cli.embedded_base import embedded_base
 from ds4.cli.model_flags import add_model_flags, progress_bar
+from ds4.corpus.domain import Domain
 from ds4.errors import Ds4Error, UsageError
 from ds4.posttrain.borrow import Server
-from ds4.posttrain.log import parse_day
+from ds4.posttrain.log import existing_folder, parse_day
 from ds4.settings import config_dirs, device_settings, read_config, user_units
 from rulers.endings import PROMPTS, load_prompts
 from solvers.nightly import timer
@@ -60,6 +61,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     below = p.add_subparsers(dest="nightly_command", metavar="WHAT", required=True)
     _add_run(below)
+    i = below.add_parser("init", help="make the folder of the nights", description="Make the folder of the nights, "
+        "which mounts nothing yet: a server can have it as --posttrain before the first night.")  # fmt: skip
+    _home(i, as_json=False)
+    i.set_defaults(run=_init)
     s = below.add_parser("status", help="what is mounted, last night, who is at work", description="What is mounted, "
         "how the last night ended, who is at work, and when the timer runs next.")  # fmt: skip
     _home(s)
@@ -227,8 +232,12 @@ def night_of(args: argparse.Namespace) -> tuple[Night, dict[str, Solver]]:
         teacher = teacher or embedded.checkpoint()
     base, zchain = Path(args.model), None if args.zchain is None else Path(args.zchain)
     day = date.today() - timedelta(days=1) if args.day is None else parse_day(args.day)
+    if day > date.today():
+        raise UsageError(f"--day {day}: is still to come")
     texts = [RulerText(GENERAL, args.ruler_tokens, args.ruler_length)]
     domain, no_domain = _domain(args.domain, zchain)
+    if domain is not None:
+        Domain.open(domain)  # before a night's work
     if domain not in (None, GENERAL):
         texts.append(RulerText(str(domain), args.ruler_tokens, args.ruler_length))
     options = Options(args.activations, args.kv, args.prefill, args.index_keys, args.chunk, not args.no_graph)
@@ -271,6 +280,9 @@ def _run(args: argparse.Namespace) -> int:
     settle(args)
     server = _neighbour(args, args.wait)
     night, solvers = night_of(args)
+    away = None if server is None else server.check()
+    if away is not None:
+        _say(f"{away}; the night goes on without it")
     before = signal.signal(signal.SIGTERM, _terminated)  # a borrowed device goes back; what is done is kept
     try:
         outcome = run_night(night, solvers, server, _say, progress_bar)
@@ -300,6 +312,12 @@ def _say(line: str) -> None:
 
 
 # -- the others --
+
+
+def _init(args: argparse.Namespace) -> int:
+    Home.make(args.home)
+    print(f"{args.home}: is there; nights go there, and --posttrain takes it")
+    return 0
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -334,6 +352,8 @@ def _history(args: argparse.Namespace) -> int:
     else:
         for e in events:
             print(_line(e))
+        if not events:
+            _say("nothing happened yet")
     if torn:
         print(f"warning: {torn} lines of history cannot be read", file=sys.stderr)
     return 0
@@ -382,7 +402,12 @@ def _install(args: argparse.Namespace) -> int:
     given = _given(args)
     settle(args)
     _neighbour(args, args.wait)
-    job = timer.Job((sys.executable, "-P", "-m", "ds4.cli.entry", "main", "nightly", "run", *given), args.at)
+    cache = device_settings().cache
+    where = () if cache == Path("~/.cache/ds4").expanduser() else ("env", f"DS4_CACHE={cache.absolute()}")
+    words = (*where, sys.executable, "-P", "-m", "ds4.cli.entry", "main", "nightly", "run", *given)
+    job = timer.Job(words, args.at)
+    existing_folder(args.log)
+    night_of(args)  # what a run would refuse
     if args.only_print:
         for name, text in job.units().items():
             print(f"# {folder / name}\n{text}")

@@ -20,7 +20,7 @@ from ds4.model.tokenizer import Tokenizer
 from ds4.posttrain.corrections import read_corrections
 from ds4.posttrain.decisions import decisions
 from ds4.posttrain.log import Problem, existing_folder
-from ds4.posttrain.points import Point, score_points, write_points
+from ds4.posttrain.points import Point, check_target, score_points, write_points
 from ds4.teacher.files import check_output
 from ds4.teacher.source import BaseSource
 from rulers.identity import file_mark, model_fingerprint
@@ -58,8 +58,7 @@ def points(args: argparse.Namespace) -> int:
     out = check_output(args.out, ".jsonl")
     if args.score_split is not None and args.score_split < 1:
         raise UsageError(f"--score-split {args.score_split}: must be at least 1, a prompt's first token is prefilled")
-    if out.exists() and Path(args.corrections).exists() and out.samefile(args.corrections):
-        raise UsageError(f"{out}: is the file of corrections; name another one to write")
+    check_target(out)
     log = None if args.log is None else existing_folder(args.log)
     given = read_corrections(args.corrections, log)
     if args.model is None:

@@ -143,6 +143,18 @@ class Server:
             raise ServerAway(f"{self.url}: /health is not a ds4-server's")
         return told
 
+    def check(self) -> None:
+        """Whether a server answers there and takes this key; nothing is changed.
+
+        Raises:
+            ServerAway, UsageError: as `reload`.
+        """
+        try:
+            self.ask("/admin/lend/none/keep", {"lease_s": 1}, ANSWER_S)
+        except _Refused as e:
+            if e.code != "lease_over":
+                raise
+
     def reload(self, wait_s: float = RELOAD_S) -> dict[str, Any]:
         """Have the server mount what its folders have now; returns when that is so, with what is mounted. While the
         device is lent the server will do so when it is back, and "status" is "lent".
@@ -214,7 +226,7 @@ class Server:
             raise ServerAway(f"{self.url}: answers {status} to {path}, and not as a ds4-server does")
         message = f"{self.url}: {error['message']}"
         if status in (401, 403):
-            raise UsageError(message)
+            raise UsageError(f"{message} (--admin-key is the file that the server has)")
         if error.get("code") == "not_found":
             raise ServerAway(f"{message}; is this an older ds4-server?")
         raise _Refused(status, error.get("code"), message)

@@ -86,6 +86,21 @@ def existing_folder(folder: str | Path) -> Path:
     return path
 
 
+def own_log(folder: str | Path) -> Path:
+    """`existing_folder`, and nobody else's, in which a server has written: what files may be taken out of.
+
+    Raises:
+        UsageError: it is no such folder; nothing in it was touched.
+    """
+    path = existing_folder(folder)
+    make_folder(path)  # it is there: only looked at
+    if not days(path) and not (path / LOCK).is_file():
+        raise UsageError(
+            f"--log {folder}: has no requests-DAY.jsonl; name the one that ds4-server --log-requests has"
+        )
+    return path
+
+
 def day_file(folder: Path, day: date) -> Path:
     return folder / f"requests-{day.isoformat()}.jsonl"
 
@@ -101,7 +116,7 @@ def parse_day(text: str) -> date:
             raise ValueError
         return date.fromisoformat(text)
     except ValueError:
-        raise UsageError(f"day {text!r}: write it as 2026-11-30") from None
+        raise UsageError(f"day {text!r}: is no day; write one as 2026-11-30") from None
 
 
 def days(folder: Path) -> dict[date, Path]:

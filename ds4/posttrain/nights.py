@@ -47,13 +47,17 @@ def resolve(folder: str | Path) -> Path | None:
         The night's real path; None for a folder of nights that mounts none.
 
     Raises:
-        FileFormatError: `current` is no link, points to what is not there, or out of `nights`.
+        FileFormatError: nothing is there; `current` is no link, points to what is not there, or out of `nights`.
     """
     folder = Path(folder)
+    if not os.path.lexists(folder):
+        raise FileFormatError(
+            f"{folder}: no such folder; name a post-training folder, or one of nights (ds4 nightly init makes it)"
+        )
     if not is_nightly(folder):
         return folder
     link = folder / CURRENT
-    remedy = f"choose an accepted night, or none: ds4 nightly rollback --home {folder}"
+    remedy = f"choose an accepted night, or none: ds4 nightly rollback --home {folder} --to NAME|none"
     try:
         target = os.readlink(link)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.errors import Ds4Error, FileFormatError
+from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.posttrain.decisions import Decision
 from ds4.posttrain.log import parse_row, replace_file, row_bytes
 
@@ -104,6 +104,23 @@ def _scored(d: Decision, session: PointSession, split: int | None) -> Point:
         d.line, d.request_id, d.prompt, d.answer, d.a, b, float(logits_V[d.a]), float(logits_V[b]), d.given,
         d.texts_sha256,
     )  # fmt: skip
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write points over what is no file of points.
+
+    Raises:
+        UsageError: something else has the name.
+    """
+    if not path.exists():
+        return
+    try:
+        with open(path, "rb") as f:
+            head = parse_row(f.readline(1 << 16))
+    except (OSError, ValueError):
+        head = {}
+    if head.get("kind") != KIND:
+        raise UsageError(f"{path}: is there and is no file of points; name another one to write")
 
 
 def write_points(path: Path, head: Mapping[str, Any], points: Iterable[Point]) -> None:

@@ -261,7 +261,8 @@ class Home:
         """What was mounted when `was` was accepted."""
         if was is None:
             raise UsageError(
-                f"{self.path}: nothing is mounted, so there is nothing to take back; name a night by --to"
+                f"{self.path}: nothing is mounted, so there is nothing to take back; name a night by --to, "
+                "or none, as where a server still has one (--to none --server URL --admin-key FILE)"
             )
         for line in reversed(self.history.read()[0]):
             if line.get("event") == "accepted" and line.get("night") == was:

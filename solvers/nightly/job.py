@@ -57,6 +57,8 @@ def run_night(night: Night, solvers: Mapping[str, Solver], server: Lender | None
         UsageError: somebody else is at work in the folder, or what is asked for cannot be.
         Ds4Error: it failed; history has a line, and `current` is as it was. A run of the same night goes on.
     """
+    if not night.home.exists():
+        existing_folder(night.log)  # before anything is made
     home = Home.make(night.home)
     with home.locked(f"ds4 nightly run --day {night.day}"):
         try:
@@ -189,5 +191,11 @@ class _Run:
 
     def _reload(self) -> None:
         assert self._server is not None
-        self._server.reload()
+        try:
+            self._server.reload()
+        except Ds4Error as e:
+            raise Ds4Error(
+                f"{self._home.current} is accepted and current, but the server has not mounted it: {e}; "
+                "send it SIGHUP, or run this night again"
+            ) from e
         self._home.history.append({"event": "reloaded", "day": str(self._night.day), "night": self._home.current})

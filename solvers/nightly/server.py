@@ -30,6 +30,18 @@ class Neighbour:
         queue = told["queue"]
         return bool(queue.get("running") or queue.get("waiting")) or told["status"] == "loading"
 
+    def check(self) -> str | None:
+        """Before a night: why no server answers now, which a night can do without; None: it answers.
+
+        Raises:
+            UsageError: it takes no orders, or not with this key.
+        """
+        try:
+            self.server.check()
+        except ServerAway as e:
+            return str(e)
+        return None
+
     def reload(self) -> str:
         """What is mounted then, for people.
 

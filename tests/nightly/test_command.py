@@ -174,7 +174,7 @@ def test_the_server_does_not_mind_the_table(tmp_path: Path) -> None:
         ("", ("--log", "L"), "--home is missing"),
         ("", ("--log", "L", "--home", "H", "--wait", "-1"), "--wait is -1"),
         ("", ("--log", "L", "--home", "H", "--days", "0"), "--days is 0"),
-        ("", ("--log", "L", "--home", "H", "--day", "yesterday"), "write it as 2026-11-30"),
+        ("", ("--log", "L", "--home", "H", "--day", "yesterday"), "write one as 2026-11-30"),
         ("", ("--log", "L", "--home", "H", "--gate-kept", "2"), "--gate-kept is 2"),
         ("", ("--log", "L", "--home", "H", "--server", "http://127.0.0.1:1"), "belong together"),
     ],
@@ -244,6 +244,10 @@ def test_install_print_and_remove(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "ds4.toml").write_text("")
     flags = ("--dir", tmp_path, "--log", tmp_path / "l", "--home", tmp_path / "h")
+    assert "no such folder" in ds4(capsys, "install", "--print", *flags, code=2)
+    (tmp_path / "l").mkdir()
+    for wrong in (("--gate-kept", "7"), ("--day", "2999-01-01"), ("--ruler-tokens", "3")):
+        assert wrong[0] in ds4(capsys, "install", "--print", *flags, *wrong, code=2)
     said = ds4(capsys, "install", "--print", *flags)
     folder = tmp_path / "config" / "systemd" / "user"
     for words in (f"# {folder / 'ds4-nightly.service'}", "OnCalendar=*-*-* 03:30:00", "# crontab", sys.executable):

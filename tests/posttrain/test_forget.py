@@ -232,3 +232,14 @@ def test_whatever_was_said_is_found_in_json(
         "list": [{"x": []}], "y": "[forgotten]"
     }  # fmt: skip
     assert not days(folder)
+
+
+def test_only_the_folder_of_a_log_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one that others can look into, nor one in which no server has written; nothing is made there."""
+    open_to_all, empty = tmp_path / "open", tmp_path / "empty"
+    open_to_all.mkdir(mode=0o755)
+    empty.mkdir(mode=0o700)
+    day_file(open_to_all, DAY).write_bytes(b"{}\n")
+    assert "others may look into it" in refused(capsys, 2, "forget", "--log", open_to_all, "--all")
+    assert "has no requests-DAY.jsonl" in refused(capsys, 2, "forget", "--log", empty, "--all")
+    assert [p.name for p in open_to_all.iterdir()] == [day_file(open_to_all, DAY).name] and not list(empty.iterdir())

@@ -24,9 +24,9 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    """Also one that is not there: whoever mounts it says so."""
-    for folder in (tmp_path, tmp_path / "none"):
-        assert not is_nightly(folder) and resolve(folder) == folder
+    assert not is_nightly(tmp_path) and resolve(tmp_path) == tmp_path
+    with pytest.raises(FileFormatError, match=r"none: no such folder; .*ds4 nightly init makes it"):
+        resolve(tmp_path / "none")
     (tmp_path / "current").symlink_to(tmp_path)
     assert resolve(str(tmp_path)) == tmp_path
 

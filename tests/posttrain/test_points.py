@@ -19,13 +19,13 @@ from ds4 import embedded
 from ds4.cli.embedded_base import embedded_base
 from ds4.engine import Engine, Sampling
 from ds4.engine.sampling import Penalties
-from ds4.errors import CapacityError, Ds4Error, FileFormatError
+from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from ds4.model.chat import render
 from ds4.posttrain.corrections import Correction
 from ds4.posttrain.decisions import Decision, decisions
 from ds4.posttrain.forget import forget
 from ds4.posttrain.log import read_log
-from ds4.posttrain.points import Point, read_points, score_points, write_points
+from ds4.posttrain.points import Point, check_target, read_points, score_points, write_points
 from ds4.server.request import ServedEngine
 from ds4.server.requests_log import RequestLog
 from tests.cli.commands import ok, refused
@@ -287,8 +287,20 @@ def test_bad_input_ends_before_a_model_is_loaded(
     assert "c.jsonl: is UTF-16" in refused(capsys, 1, "posttrain", "points", rows, "-o", out)
     for argv, named in (
         ([rows, "-o", tmp_path / "no" / "p.jsonl"], "no"),
-        ([rows, "-o", rows], "is the file of corrections"),
+        ([rows, "-o", rows], "is no file of points"),
         ([rows, "-o", out, "--score-split", "0"], "--score-split 0"),
         ([rows, "-o", out, "--log", tmp_path / "nolog"], "nolog"),
     ):
         assert named in refused(capsys, 2, "posttrain", "points", *argv)
+
+
+def test_points_are_written_over_points_only(tmp_path: Path) -> None:
+    log, key, fresh, points = (tmp_path / name for name in ("requests-2026-11-30.jsonl", "key", "new", "points"))
+    log.write_text('{"id": "chatcmpl-1"}\n')
+    key.write_bytes(b"\xff\x00 no JSON")
+    points.write_text('{"kind": "ds4-points", "version": 1}\n')
+    for path in (log, key):
+        with pytest.raises(UsageError, match="is there and is no file of points"):
+            check_target(path)
+    for path in (fresh, points):
+        check_target(path)

@@ -25,7 +25,8 @@ def solved(rule: Rule, crew: Crew | None = None) -> GainSolution:
 
 
 def same(a: GainSolution, b: GainSolution) -> bool:
-    return np.array_equal(a.s_ED, b.s_ED) and replace(a, s_ED=b.s_ED) == b
+    equal = np.array_equal(a.s_ED, b.s_ED) and np.array_equal(a.first_ED, b.first_ED)
+    return equal and replace(a, s_ED=b.s_ED, first_ED=b.first_ED) == b
 
 
 @pytest.mark.parametrize(

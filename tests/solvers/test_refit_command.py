@@ -102,7 +102,7 @@ def test_refused_before_any_work(log: Path, base: Path, tmp_path: Path, capsys: 
     empty.mkdir()
     for more, said in (
         (("--day", "2026-11-28"), "has no requests of 2026-11-28; its days go from 2026-11-29 to 2026-11-30"),
-        (("--day", "yesterday"), "write it as 2026-11-30"),
+        (("--day", "yesterday"), "write one as 2026-11-30"),
         (("--days", 0), "--days 0: must be at least 1"),
         (("--log", empty), "has no requests; ds4-server --log-requests"),
         (("--log", tmp_path / "none"), "no such folder"),

@@ -8,7 +8,6 @@ OUT/    gr_Lnn.bin, base.fnv, manifest.json, manifest.txt; made beside its name,
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from rulers.scores import Scores
 from solvers.carry import Carried, Carry, CarryRule, TextPlaces
 from solvers.last_layer import Head, Places, read_places
 from solvers.margin_capture import Turn
+from solvers.posttrain import turns_digest
 from solvers.workfolder import WorkFolder, finished
 
 F32 = NDArray[np.float32]
@@ -89,10 +89,9 @@ def solve_carry(
     texts = [scores] if isinstance(scores, Scores) else list(scores)
     c = engine.config
     mark = format_fingerprint(*sidecar_fingerprint(zchain, c.num_hidden_layers))
-    turns_mark = hashlib.sha256(json.dumps([[t.prompt, t.answer, t.wanted] for t in turns]).encode()).hexdigest()
     head = {
-        "format": 1, **about, "method": "carry", "base_fnv": mark.strip(), "rule": asdict(rule), "turns": turns_mark,
-        "text": [s.text.digest for s in texts],
+        "format": 1, **about, "method": "carry", "base_fnv": mark.strip(), "rule": asdict(rule),
+        "turns": turns_digest(turns), "text": [s.text.digest for s in texts],
     }  # fmt: skip
     done = finished(out, head)
     if done is not None:

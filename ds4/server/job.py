@@ -92,7 +92,7 @@ class Job:
         self.times.ended = time.monotonic()
         if text.stopped or reason == "stop":
             reason = "tool_calls" if text.called else "stop"
-        return Finished(reason, text.tokens, text.reasoning_tokens, session.report())
+        return Finished(reason, text.tokens, text.reasoning_tokens, session.report(), text.stop)
 
 
 def without_frames(error: BaseException | None) -> None:

@@ -23,15 +23,31 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The prompt is being read: `done` of `total` tokens so far, `cached` of them without running them again."""
+
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True)
 class Finished:
-    """The answer is complete; `reason` is "stop", "length" or "tool_calls", `decode` what the session reports of its
-    rounds.
+    """The answer is complete.
+
+    Attributes:
+        reason: "stop", "length" or "tool_calls".
+        decode: what the session reports of its rounds.
+        stop: the stop string that ended it; None: none did.
+        cached: tokens of the prompt that were not run again.
     """
 
     reason: str
     tokens: int
     reasoning_tokens: int
     decode: Mapping[str, object]
+    stop: str | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | Delta | CallDelta | Finished | Failed
+Event = Reading | Started | Delta | CallDelta | Finished | Failed
 
 
 class Gone(Exception):
@@ -81,6 +97,9 @@ class Outbox:
         return self._wake() and alive
 
     def _add(self, event: Event) -> None:
+        if isinstance(event, Reading) and self._events and isinstance(self._events[-1], Reading):
+            self._events[-1] = event  # nobody asks how far it was
+            return
         if isinstance(event, CallDelta):
             self._chars += len(event.text) + len(event.name or "")
             last = self._events[-1] if self._events else None

@@ -16,7 +16,7 @@ from ds4.engine import Cancelled
 from ds4.server.answer import Answer
 from ds4.server.errors import error_body, json_bytes, json_response, overloaded
 from ds4.server.job import Job
-from ds4.server.outbox import Event, Failed, Finished, Gone, Started
+from ds4.server.outbox import Event, Failed, Finished, Gone, Reading, Started
 from ds4.server.requests_log import Exchange
 from ds4.server.stream import CallDelta, Delta, Piece
 from ds4.server.worker import Worker
@@ -119,6 +119,7 @@ class EventStream(Response):
                 self._line.end("client left")
 
     async def _stream(self, body: _Body) -> None:
+        patience = time.monotonic() + self._ping_s
         while True:
             events = await self._job.outbox.take(self._ping_s)
             if not events:
@@ -127,6 +128,8 @@ class EventStream(Response):
                 if isinstance(event, Failed) and not body.opened:
                     self._line.end(f"failed: {failure(event.error)}")
                     raise failure(event.error)
+                if isinstance(event, Reading) and not body.opened and time.monotonic() < patience:
+                    continue  # it may still fail, and be told so by a status
                 await body.write(self._encoded(event))
                 self._line.hear(event)
                 if isinstance(event, (Finished, Failed)):
@@ -134,6 +137,8 @@ class EventStream(Response):
                     return
 
     def _encoded(self, event: Event) -> bytes:
+        if isinstance(event, Reading):
+            return b": read %d of %d tokens\n\n" % (event.done, event.total)
         if isinstance(event, Started):
             return b"".join(map(sse, self._answer.first()))
         if isinstance(event, Delta):

@@ -80,7 +80,11 @@ class StopFilter:
         self._stops = tuple(stops)
         self._first = frozenset(s[0] for s in self._stops)
         self._held = ""
-        self.stopped = False
+        self.met: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.met is not None
 
     def push(self, text: str) -> str:
         """Text that became certain; nothing more once `stopped`."""
@@ -105,7 +109,7 @@ class StopFilter:
         return rest
 
     def _stop(self, at: int) -> str:
-        self.stopped = True
+        self.met = next(s for s in self._stops if self._held.startswith(s, at))
         text, self._held = self._held[:at], ""
         return text
 
@@ -158,6 +162,11 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string was met, or the only call that may be made: the answer is complete."""
         return self._filter.stopped or (self._one_call and self._complete > 0)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was met; of several that begin in one place, the one that was asked for first."""
+        return self._filter.met
 
     @property
     def called(self) -> bool:

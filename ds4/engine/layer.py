@@ -6,6 +6,10 @@ the layer. In a step two branches of a layer run beside the rest of it (`Pass.be
 queries, the shared expert beside the routed ones; each takes its site's mixes along, which nobody wants before the
 way back into the streams. Neither side writes a buffer that the other names.
 
+The rows of a step may belong to several sequences (`Part`). Whatever a row alone decides is launched once for all of
+them; what reads or writes a sequence's caches is launched for each part, as it would be for that sequence alone, so a
+row's bits do not depend on its neighbours.
+
 Dtypes at the boundaries: streams f32; block inputs and outputs A (bf16, or f32 in comparison mode); router and index
 logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 inside the kernels.
 """
@@ -67,15 +71,39 @@ class MoeBuffers:
 MoeTap = Callable[[MoeBuffers], None]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Consecutive positions of one sequence among the rows of a pass: rows first .. first + R - 1.
+
+    published: index source -> owner whose keys it scores, where that is not its own. main_hidden A [R, targets * D]
+    is filled with what the draft head reads of these rows, where one is given.
+    """
+
+    state: SequenceState
+    first: int
+    R: int
+    published: dict[int, int]
+    main_hidden: Buffer | None = None
+    index: int = 0  # among the parts
+
+    def rows(self, buffer: Buffer) -> Buffer:
+        """The part's rows of a buffer that has a row a row of the pass."""
+        rows = buffer.shape[0]
+        if rows == self.R:
+            return buffer
+        return buffer.view(buffer.nbytes // rows * self.first, (self.R, *buffer.shape[1:]), buffer.dtype)
+
+
 @dataclass
 class Pass:
-    """R consecutive positions of one sequence on their way through the layers.
+    """R rows on their way through the layers: consecutive positions of one sequence, or the parts of several.
 
     x f32 [R, S, D], pre f32 [R, S] (what the next block collapses with), pos i32 [R], ids i32 [R]; engram rows u8
     [R, columns, row bytes] a slot; picks i32 [R, topk] and the candidate mask live from an index source to the next.
     main_hidden A [R, targets * D] is filled with what the draft head reads of these rows, where one is given. touched
     u32 [layers]: a step of several rows adds the distinct experts that they picked. moe_tap sees each layer's
-    experts.
+    experts. several: the parts, where there are more than one; state, published and main_hidden are then the first
+    one's.
     """
 
     device: Device
@@ -93,6 +121,12 @@ class Pass:
     main_hidden: Buffer | None = None
     touched: Buffer | None = None
     moe_tap: MoeTap | None = None
+    several: tuple[Part, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The sequences of the rows, in order."""
+        return self.several or (Part(self.state, 0, self.R, self.published, self.main_hidden),)
 
     def temp(self, name: str, *shape: int, dtype: str | None = None) -> Buffer:
         """Scratch of the activation dtype unless said otherwise."""
@@ -116,10 +150,11 @@ class Pass:
     def picks(self) -> Buffer:
         return self.ws.get("picks", (self.R, self.config.index_topk), "i32")
 
-    @property
-    def mask(self) -> Buffer:
-        rows = -(-self.state.capacity // max(1, self.config.compress_ratios[self.config.candidate_source_layer_id]))
-        return self.ws.get("candidates", (self.R, mask_words(rows, self.config.candidate_block_size)), "u32")
+    def mask(self, part: Part) -> Buffer:
+        """The candidate mask of a part; it lives from the layer that makes it to the last one that uses it."""
+        rows = -(-part.state.capacity // max(1, self.config.compress_ratios[self.config.candidate_source_layer_id]))
+        name = f"candidates_{part.index}" if part.index else "candidates"
+        return self.ws.get(name, (part.R, mask_words(rows, self.config.candidate_block_size)), "u32")
 
 
 def begin(p: Pass, w: ModelWeights, ids: Buffer, one_hot: Buffer) -> None:
@@ -174,7 +209,7 @@ def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
     comp = lw.compressor
     if comp is None:
         return
-    c, dev, R, rows = p.config, p.device, p.R, p.state.sources[lw.layer]
+    c, dev, R = p.config, p.device, p.R
     a = p.temp("compress_a", R, c.head_dim, dtype="f32")
     linear(dev, p.ws, p.family, comp.kv, a, y, R)
     g = None
@@ -182,13 +217,22 @@ def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
         g = p.temp("compress_g", R, c.head_dim, dtype="f32")
         linear(dev, p.ws, p.family, comp.gate, g, y, R)
     lat = p.temp("latent", R, c.head_dim)
-    compress_pool(dev, lat, a, g, rows.partial, comp.norm, p.pos, R, lw.ratio, c.rms_norm_eps)
-    if rows.partial is not None and g is not None:
-        compress_commit(dev, rows.partial, a, g, p.pos, R)
+    for part in p.parts:
+        rows, pos = part.state.sources[lw.layer], part.rows(p.pos)
+        gate = None if g is None else part.rows(g)
+        compress_pool(
+            dev, part.rows(lat), part.rows(a), gate, rows.partial, comp.norm, pos, part.R, lw.ratio, c.rms_norm_eps
+        )  # fmt: skip
+        if rows.partial is not None and gate is not None:
+            compress_commit(dev, rows.partial, part.rows(a), gate, pos, part.R)
     key = p.temp("index_key", R, c.index_head_dim, dtype="f32")
     linear(dev, p.ws, p.family, comp.index_key, key, lat, R)
-    index_keys(dev, rows.keys, key, comp.index_key_norm, p.pos, lw.freq, R, lw.ratio, c.rms_norm_eps)
-    compress_store(dev, rows.comp, lat, p.pos, lw.freq, R, lw.ratio)
+    for part in p.parts:
+        rows, pos = part.state.sources[lw.layer], part.rows(p.pos)
+        index_keys(
+            dev, rows.keys, part.rows(key), comp.index_key_norm, pos, lw.freq, part.R, lw.ratio, c.rms_norm_eps
+        )  # fmt: skip
+        compress_store(dev, rows.comp, part.rows(lat), pos, lw.freq, part.R, lw.ratio)
 
 
 def _index_query(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> tuple[Buffer, Buffer]:
@@ -205,21 +249,22 @@ def _index_query(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> tuple[Buff
 
 def _select(p: Pass, lw: LayerWeights, q: Buffer, w: Buffer) -> None:
     """An index source's picks for every row (model-text 5.6); later layers reuse them."""
-    c, dev, R = p.config, p.device, p.R
+    c, picks = p.config, p.picks
     owner = c.kv_owner(lw.layer)
     assert owner is not None
-    candidates = None
-    if lw.layer == c.candidate_source_layer_id:
-        candidates = ("make", p.mask)
-    elif c.uses_candidates(lw.layer):
-        candidates = ("use", p.mask)
-    keys = p.state.sources[p.published.get(lw.layer, owner)].keys
     factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-    index_select(
-        dev, p.ws, p.family, p.picks, q, w, keys, p.pos, R,
-        ratio=lw.ratio, capacity=-(-p.state.capacity // lw.ratio), factor=factor, candidates=candidates,
-        block_size=c.candidate_block_size, topk_blocks=c.candidate_topk_blocks,
-    )  # fmt: skip
+    for part in p.parts:
+        candidates = None
+        if lw.layer == c.candidate_source_layer_id:
+            candidates = ("make", p.mask(part))
+        elif c.uses_candidates(lw.layer):
+            candidates = ("use", p.mask(part))
+        keys = part.state.sources[part.published.get(lw.layer, owner)].keys
+        index_select(
+            p.device, p.ws, p.family, part.rows(picks), part.rows(q), part.rows(w), keys, part.rows(p.pos), part.R,
+            ratio=lw.ratio, capacity=-(-part.state.capacity // lw.ratio), factor=factor, candidates=candidates,
+            block_size=c.candidate_block_size, topk_blocks=c.candidate_topk_blocks,
+        )  # fmt: skip
 
 
 def _window_rows(p: Pass, lw: LayerWeights, y: Buffer) -> None:
@@ -251,8 +296,11 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer, *, whole: bool = False) -> None
     because a bounded replay enters its split layer here.
     """
     c, dev, R, fam = p.config, p.device, p.R, p.family
-    if p.main_hidden is not None and lw.layer in c.dspark_target_layer_ids:
-        draft_tap(dev, p.main_hidden, p.x, c.dspark_target_layer_ids.index(lw.layer), R)
+    for part in p.parts:
+        if part.main_hidden is not None and lw.layer in c.dspark_target_layer_ids:
+            draft_tap(
+                dev, part.main_hidden, part.rows(p.x), c.dspark_target_layer_ids.index(lw.layer), part.R
+            )  # fmt: skip
     H, K = c.num_attention_heads, c.head_dim
 
     def keys() -> None:
@@ -265,21 +313,21 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer, *, whole: bool = False) -> None
     with p.beside(keys):
         q, qr = _queries(p, lw, y)
         index = _index_query(p, lw, y, qr) if lw.indexer is not None else None
-    chunk = p.window_chunk
-    comp = picks = None
-    if lw.ratio:
-        owner = c.kv_owner(lw.layer)
-        assert owner is not None
-        if index is not None:
-            _select(p, lw, *index)
-        comp, picks = p.state.sources[owner].comp, p.picks
+    if index is not None:
+        _select(p, lw, *index)
     out = p.temp("attn_out", R, H, K)
-    ring = p.state.rings[lw.layer]
-    attention(
-        dev, p.ws, fam, out, q, ring, chunk, comp, picks, lw.sinks, p.pos, lw.freq,
-        p.state.first_slot(lw.layer), R, window=c.sliding_window,
-    )  # fmt: skip
-    window_commit(dev, ring, chunk, p.pos, R)
+    for part in p.parts:
+        chunk, pos, ring = part.rows(p.window_chunk), part.rows(p.pos), part.state.rings[lw.layer]
+        comp = picks = None
+        if lw.ratio:
+            owner = c.kv_owner(lw.layer)
+            assert owner is not None
+            comp, picks = part.state.sources[owner].comp, part.rows(p.picks)
+        attention(
+            dev, p.ws, fam, part.rows(out), part.rows(q), ring, chunk, comp, picks, lw.sinks, pos, lw.freq,
+            part.state.first_slot(lw.layer), part.R, window=c.sliding_window,
+        )  # fmt: skip
+        window_commit(dev, ring, chunk, pos, part.R)
     u = p.temp("attn_u", R, c.o_groups * c.o_lora_rank)
     linear(dev, p.ws, fam, lw.out_a, u, out, R, groups=c.o_groups)
     back = p.temp("block_out", R, c.hidden_size)

@@ -8,7 +8,7 @@ any chunking of it leaves the same bits. Rows that were not computed have no log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,9 @@ from ds4.model.config import ModelConfig
 
 HEAD_ROWS = 32  # rows of logits at a time
 MOST_ROWS = 65535  # of a pass: rows are an axis of many grids that a GPU limits to this
+
+
+Reading = Generator[tuple[int, int], None, NDArray[np.float32] | None]
 
 
 class Cancelled(Exception):
@@ -88,32 +91,36 @@ class Prefill:
         logits: str,
         last: Buffer,
         on_progress: Callable[[int, int], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
         tap: Tap | None = None,
-    ) -> NDArray[np.float32] | None:
-        """Run `tokens` from the state's position to their end.
+    ) -> Reading:
+        """Run `tokens` from the state's position to their end, a chunk a `next`.
+
+        Between two chunks other sequences may run in the same scratch: what this one needs later is its own.
 
         Args:
             logits: "none", "last" (into `last`, f32 [1, V]), or "all" (returned; `last` is filled too).
             tap: sees every layer's entry streams, chunk by chunk, of the rows that the layer runs.
+
+        Yields:
+            before each chunk: positions run, and all of them.
 
         Returns:
             f32 [n, V] for "all", NaN where a bounded replay computed no row; else None.
         """
         ext = self.extent(len(tokens))
         self.state.reserve(ext.end)
-        self.ws.passes += 1
         out: NDArray[np.float32] | None = None
         if logits == "all":
             out = np.full((ext.end - ext.start, self.config.vocab_size), np.nan, np.float32)
         below = self.config.last_kv_source if ext.bounded else None
+        held = self._held(ext) if ext.bounded else None
         slots = [g for g, layer in enumerate(self.config.engram_layer_ids) if below is None or layer <= below]
         chunk = min(self.chunk, MOST_ROWS)
         tickets = self.feed.read(tokens, ext.start, min(chunk, ext.end - ext.start), slots)
         at = ext.start
         while at < ext.end:
-            if cancelled is not None and cancelled():
-                raise Cancelled
+            yield at - ext.start, ext.end - ext.start
+            self.ws.passes += 1
             count = min(chunk, ext.end - at)
             mine = tickets
             ahead = at + count
@@ -123,21 +130,21 @@ class Prefill:
             for g, ticket in mine.items():
                 p.engram_rows[g].write(ticket.wait().reshape(-1))
             begin(p, self.weights, self._ids(tokens, at, count), self._one_hot(count))
-            if below is None:
+            if held is None or below is None:
                 self._ask_main_hidden(p, at, ext)
                 self._layers(p, 0, at, tap)
                 self._seed(p, at, ext)
                 self._logits(p, at, ext, logits, last, out)
             else:
-                self._encoder_half(p, at, ext, below, tap)
+                self._encoder_half(p, at, ext, below, held, tap)
             self.device.sync()
             at += count
             if not ext.bounded:
                 self.state.advance(at)
             if on_progress:
                 on_progress(at - ext.start, ext.end - ext.start)
-        if below is not None:
-            self._decoder_half(tokens, ext, below, logits, last, out, tap)
+        if held is not None and below is not None:
+            self._decoder_half(tokens, ext, below, held, logits, last, out, tap)
             self.state.advance(ext.end)
         return out
 
@@ -181,9 +188,11 @@ class Prefill:
         if tap:
             tap(self.config.num_hidden_layers, at, p.x)
 
-    def _encoder_half(self, p: Pass, at: int, ext: Extent, split: int, tap: Tap | None) -> None:
+    def _encoder_half(
+        self, p: Pass, at: int, ext: Extent, split: int, held: tuple[Buffer, Buffer], tap: Tap | None
+    ) -> None:
         """Layers below the split, then the split's engram, compressor and index keys; keep the replayed rows'
-        streams.
+        streams in `held`.
         """
         for lw in self.weights.layers[:split]:
             if tap:
@@ -198,21 +207,23 @@ class Prefill:
         count = at + p.R - first
         if count <= 0:
             return
-        held_x, held_pre = self._held(ext)
         S, D = self.config.hc_mult, self.config.hidden_size
-        for held, source, width in ((held_x, p.x, 4 * S * D), (held_pre, p.pre, 4 * S)):
+        for kept, source, width in ((held[0], p.x, 4 * S * D), (held[1], p.pre, 4 * S)):
             self.device.copy(
-                held, source, count * width,
+                kept, source, count * width,
                 dst_offset=(first - ext.replay_from) * width, src_offset=(first - at) * width,
             )  # fmt: skip
 
     def _held(self, ext: Extent) -> tuple[Buffer, Buffer]:
+        """Streams f32 [n, S, D] of the rows that are replayed, and what collapses them, f32 [n, S]: of this sync
+        alone, as another sequence's may run between its chunks.
+        """
         n, c = ext.end - ext.replay_from, self.config
-        x = self.ws.get("replay_x", (n, c.hc_mult, c.hidden_size), "f32")
-        return x, self.ws.get("replay_pre", (n, c.hc_mult), "f32")
+        x = self.device.empty((n, c.hc_mult, c.hidden_size), "f32")
+        return x, self.device.empty((n, c.hc_mult), "f32")
 
     def _decoder_half(
-        self, tokens: Sequence[int], ext: Extent, split: int, logits: str, last: Buffer,
+        self, tokens: Sequence[int], ext: Extent, split: int, held: tuple[Buffer, Buffer], logits: str, last: Buffer,
         out: NDArray[np.float32] | None, tap: Tap | None,
     ) -> None:  # fmt: skip
         """The split layer's attention and everything after it, for the last window of positions."""
@@ -222,9 +233,8 @@ class Prefill:
         self.state.set_first(self.state.first[0], ext.replay_from)
         self.state.replayed_to = ext.end
         p = self._pass(ext.replay_from, count)
-        held_x, held_pre = self._held(ext)
-        self.device.copy(p.x, held_x, held_x.nbytes)
-        self.device.copy(p.pre, held_pre, held_pre.nbytes)
+        for to, kept in zip((p.x, p.pre), held):
+            self.device.copy(to, kept, kept.nbytes)
         for g, ticket in tickets.items():
             p.engram_rows[g].write(ticket.wait().reshape(-1))
         lw = self.weights.layers[split]

@@ -19,7 +19,7 @@ from ds4.device import Buffer, Device
 from ds4.engine.choose import Drawn
 from ds4.engine.draft_state import DraftSnapshot
 from ds4.engine.lane import Lane
-from ds4.engine.prefill import Cancelled
+from ds4.engine.prefill import Cancelled, Reading
 from ds4.engine.rounds import RoundCounts
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts
@@ -152,6 +152,33 @@ class Session:
             Cancelled: the timeline is then what was finished.
             Any other error leaves an empty timeline.
         """
+        reading = self.reading(tokens, logits=logits, chunk=chunk, on_progress=on_progress, tap=tap)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                out: NDArray[np.float32] | None = end.value
+                return out
+            if cancelled is not None and cancelled():
+                reading.close()
+                raise Cancelled
+
+    def reading(
+        self,
+        tokens: Sequence[int],
+        *,
+        logits: str = "last",
+        chunk: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        tap: Tap | None = None,
+    ) -> Reading:
+        """`sync`, a chunk a `next`: other sessions may run in between, this one not before it is done.
+
+        Yields:
+            before each chunk: positions run by this call, and all that it will run.
+
+        `close` between two chunks leaves the timeline at what was finished; errors as `sync`.
+        """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings)
         if chunk is not None and chunk < 1:
@@ -179,8 +206,8 @@ class Session:
         self.policy = self._new_policy()
         try:
             self._rounds.commit()
-            out = self._prefill.run(tokens, logits, self.lane.last, on_progress, cancelled, tap)
-        except Cancelled:  # asked between chunks: whole ones are kept, unless half of the layers are ahead
+            out = yield from self._prefill.run(tokens, logits, self.lane.last, on_progress, tap)
+        except GeneratorExit:  # between chunks: whole ones are kept, unless half of the layers are ahead
             if bounded:
                 self._clear()
             self.tokens = tokens[: self.position]

@@ -22,7 +22,8 @@
  * Arithmetic  truncate.cuh's sets and integer masses; p and q in f32 as exp(z - max) * (2^40 / mass), so equal rows
  *             give equal p and q. Accepted: u q < p, u uniform. Residual: argmax of log(p - q) + g. Noise as in
  *             sample.cu; u has the stream 2, the residual's g the stream 3, so neither knows how the draft was drawn.
- *             Where p and q differ by rounding only and nothing is left of p - q, the draft stands.
+ *             Where p and q differ by rounding only and nothing is left of p - q, the draft stands; if p has no such
+ *             token (it is cut off, or masked), p's likeliest comes instead.
  * Traffic     a pass reads 4 V bytes. accept_shares: 2 passes a row, 5 more for top_k, 6 for top_p, 4 where ties are
  *             cut; writes 32 a row. accept: 2 passes of raw; where a draft falls 1 of each logits; writes 16 a row.
  * Why so      every row is judged as if those before it had stood, so that rows need not wait for one another: what a
@@ -115,7 +116,10 @@ DEV void accept_body(gptr<i32> out, gptr<const i32> shares, gptr<const float> lo
                 z = log_f(left);
                 return left > 0.0f;
             });
-            if (best.key) token = (int)best.id;
+            if (best.key)
+                token = (int)best.id;
+            else if (!(p.of(draft, l[draft]) > 0.0f))
+                token = p.kept.argmax;
         }
     }
     const gptr<const float> r = raw ? raw + row * vocab : l;

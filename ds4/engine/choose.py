@@ -1,4 +1,4 @@
-"""How a pass ends: penalties, the choice of a token a row, which drafts stand, and what the next pass starts from.
+"""How a pass ends: penalties, masks, a token a row, which drafts stand, and what the next pass starts from.
 
 All of it is launches on buffers that stay where they are, so it is part of the step's graph: a request's settings are
 device words that are written when they change. The host reads 16 bytes a row, and the likeliest tokens where a
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ds4.device import Buffer, Device, Readback
+from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft import Drafter, Penalized
 from ds4.engine.ops.accept import accept, accept_prefix
 from ds4.engine.ops.sample import (
     DRAFT_STREAM,
     TARGET_STREAM,
     count_tokens,
+    mask_logits,
+    mask_words,
     pack_bias,
     pack_params,
     pack_penalties,
@@ -42,12 +46,21 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Ending:
-    """What follows the output head in a pass: launches on its logits f32 [R, V]. Two of one key launch the same."""
+    """What follows the output head in a pass: launches on its logits f32 [R, V]. Two of one key launch the same.
+
+    `prepare` writes what they read and the host has to work out; it is called right before the last segment, so that
+    the host works while the layers before it run.
+    """
 
     key: tuple[object, ...]
     launch: Callable[[Buffer], None]
+    prepare: Callable[[], None] = _nothing
 
 
 class Chooser:
@@ -65,7 +78,9 @@ class Chooser:
         self._told = Readback(device, self._result.nbytes)
         self._top: tuple[Buffer, Buffer] | None = None  # ids i32, values f32 [8, MOST_TOP], once somebody asks
         self._penalized: Penalized | None = None  # once somebody is penalised
-        self._logits: Buffer | None = None  # f32 [8, V], penalised
+        self._logits: Buffer | None = None  # f32 [8, V], penalised, masked
+        self._allowed: Buffer | None = None  # u32 [8, V / 32], once somebody is constrained
+        self._all_allowed = False  # whether it forbids nothing
         self._sampling: Sampling | None = None
         self._counted: int | None = None  # tokens of the text that `seen` counts; None: it has to be counted again
 
@@ -92,7 +107,7 @@ class Chooser:
             if self._penalized is None:
                 dev, V = self.device, self.vocab
                 self._penalized = Penalized(dev.zeros((V,), "u32"), dev.zeros((4,), "f32"), dev.zeros((V,), "f32"))
-                self._logits = dev.empty((MAX_ROWS, V), "f32")
+                self._changed_logits()
             penalized = self._penalized
             penalized.values.write(pack_penalties(s.penalties))
             penalized.bias.write(pack_bias(s.penalties, self.vocab))
@@ -115,25 +130,58 @@ class Chooser:
 
     # -- launches
 
-    def ending(self, k: int) -> Ending:
-        """The launches that end a pass of 1 + k rows, the last k of which are the drafter's first k drafts."""
+    def _changed_logits(self) -> Buffer:
+        if self._logits is None:
+            self._logits = self.device.empty((MAX_ROWS, self.vocab), "f32")
+        return self._logits
+
+    def _allow(self, constraint: TokenConstraint, drafts: Sequence[int]) -> None:
+        """Write what the rows of the next choice may say."""
+        rows = constraint.rows(drafts)
+        shape = (MAX_ROWS, mask_words(self.vocab))
+        if self._allowed is None:
+            self._allowed = self.device.empty(shape, "u32")
+            self._changed_logits()
+        if rows is not None:
+            self._all_allowed = False
+            self._allowed.write(rows)
+        elif not self._all_allowed:
+            self._allowed.write(np.full(shape, 2**32 - 1, np.uint32))
+            self._all_allowed = True
+
+    def ending(self, k: int, constraint: TokenConstraint | None = None, drafts: Sequence[int] = ()) -> Ending:
+        """The launches that end a pass of 1 + k rows, the last k of which are the drafter's first k drafts.
+
+        Args:
+            constraint: what the new tokens obey.
+            drafts: the k drafts, as the host knows them. Of these only the last may be one that `constraint` forbids:
+                its row says that it has no probability, and so it falls; the row after it is of no use.
+        """
         assert self._sampling is not None
         s = self._sampling
         rule = "picks" if not k or same_noise(s) else "argmax" if self._argmax else "drawn"
-        return Ending((rule, not s.penalties.neutral, s.top > 0), lambda logits: self._choose(logits, k))
+        key = (rule, not s.penalties.neutral, s.top > 0)
+        if constraint is None:
+            return Ending(key, lambda logits: self._choose(logits, k))
+        return Ending(
+            (*key, "masked"), lambda logits: self._choose(logits, k, masked=True),
+            partial(self._allow, constraint, drafts),
+        )  # fmt: skip
 
-    def choose_after(self, logits: Buffer, position: int) -> Drawn:
+    def choose_after(self, logits: Buffer, position: int, constraint: TokenConstraint | None = None) -> Drawn:
         """The token after the row that gave `logits` f32 [1, V] at `position`, without a pass.
 
         Raises:
             DeviceError: the logits are no distribution.
         """
         self.slots.set_start(position)
-        self._choose(logits, 0)
+        if constraint is not None:
+            self._allow(constraint, ())
+        self._choose(logits, 0, masked=constraint is not None)
         self.submit(0)
         return self.chosen(0, position)[0]
 
-    def _choose(self, raw: Buffer, k: int) -> None:
+    def _choose(self, raw: Buffer, k: int, masked: bool = False) -> None:
         s, dev, V = self._sampling, self.device, self.vocab
         assert s is not None
         R = 1 + k
@@ -144,6 +192,10 @@ class Chooser:
             assert self._penalized is not None and self._logits is not None
             p, logits, model = self._penalized, self._logits.view(0, (R, V), "f32"), raw
             penalize(dev, logits, raw, p.seen, p.values, R, pending=drafts, bias=p.bias)
+        if masked:
+            assert self._allowed is not None and self._logits is not None
+            before, logits, model = logits, self._logits.view(0, (R, V), "f32"), raw
+            mask_logits(dev, logits, before, self._allowed.view(0, (R, mask_words(V)), "u32"), R)
         if drafts is None or self.drafter is None or same_noise(s):
             sample(dev, rows, logits, self._params, pos, R, raw=model)
         else:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ds4.device import Buffer, Device
 from ds4.engine.choose import Chooser, Drawn, Ending, same_noise
+from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft import Drafter
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, most_drafts
@@ -75,26 +76,33 @@ class Rounds:
         self.last = step.logits.view(0, (1, step.config.vocab_size), "f32")
         self._token = step.slots.ids.view(0, (1,), "i32")
 
-    def after(self, logits: Buffer, tokens: Sequence[int], sampling: Sampling, prompt: int, left: int) -> Drawn:
+    def after(
+        self, logits: Buffer, tokens: Sequence[int], sampling: Sampling, prompt: int, left: int,
+        constraint: TokenConstraint | None = None,
+    ) -> Drawn:  # fmt: skip
         """The token after `tokens`, whose last row gave `logits` f32 [1, V], without a pass; see `run`.
 
         Raises:
             DeviceError: the logits are no distribution.
         """
         self.chooser.settle_on(sampling, tokens, prompt)
-        drawn = self.chooser.choose_after(logits, len(tokens) - 1)
+        drawn = self.chooser.choose_after(logits, len(tokens) - 1, constraint)
         if left > 1:
             self.step.feed.announce([*tokens, drawn.token], len(tokens), 1)
         return drawn
 
     def run(
-        self, tokens: Sequence[int], sampling: Sampling, policy: DraftPolicy, left: int, prompt: int
-    ) -> list[Drawn]:
+        self, tokens: Sequence[int], sampling: Sampling, policy: DraftPolicy, left: int, prompt: int,
+        constraint: TokenConstraint | None = None,
+    ) -> list[Drawn]:  # fmt: skip
         """One round on a timeline whose last token is not run yet; at least one new token.
 
         Args:
             left: tokens that may still be drawn, at least 1; no more are returned.
             prompt: how many tokens of the timeline are not the answer's own.
+            constraint: what the new tokens obey; it is asked, and not told what came. Of the drafts that it forbids
+                the first is verified like any other and falls: to leave it out would be to choose by what was drawn,
+                and give its probability to tokens that do not follow it. Those behind it are never reached.
 
         Raises:
             DeviceError: a row is no distribution; the state is then as it was.
@@ -113,10 +121,12 @@ class Rounds:
         try:
             if planned and drafter is not None:
                 drafts, confidences = self._draft(drafter, tokens, planned)
+                if constraint is not None:
+                    confidences = confidences[: constraint.valid(drafts) + 1]
                 k = policy.choose(confidences)
                 self.step.feed.announce([*tokens, *drafts[:k]], start + 1, k)
                 self.step.slots.take_drafts(drafter.drafts, drafts[:k])
-            ending = self.chooser.ending(k)
+            ending = self.chooser.ending(k, constraint, drafts[:k])
             logits = self.pass_over(
                 [*tokens, *drafts[:k]], 1 + k, follow=policy.follows, ending=ending
             )  # fmt: skip

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
 from ds4.engine.choose import Drawn
+from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft_state import DraftSnapshot
 from ds4.engine.lane import Lane
 from ds4.engine.prefill import Cancelled, Reading
@@ -71,6 +72,7 @@ class Session:
         self._logits: Buffer | None = None  # of the state's last position
         self._waiting: list[Drawn] = []  # drawn by `_sampling`, not asked for yet
         self._sampling: Sampling | None = None
+        self._constraint: TokenConstraint | None = None  # has advanced by what waits, too
         self.tokens: list[int] = []
         self._prompt = 0
         self.last = Drawn(-1, 0.0)
@@ -183,7 +185,7 @@ class Session:
         self._check(tokens, self.config.max_position_embeddings)
         if chunk is not None and chunk < 1:
             raise RequestError(f"chunk is {chunk}; it must be at least 1", "chunk")
-        self._drop_waiting()
+        self.constrain(None)
         keep = 0
         for held, wanted in zip(self.tokens[: self.position], tokens):
             if held != wanted:
@@ -239,7 +241,7 @@ class Session:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens, self.config.max_position_embeddings - len(self.tokens))
-        self._drop_waiting()
+        self.constrain(None)
         self._rounds.chooser.forget_text()
         pending = len(self.tokens) - self.position
         self.tokens = self.tokens + tokens
@@ -280,6 +282,15 @@ class Session:
         out: NDArray[np.float32] = self.device.download(self._current())[0]
         return out
 
+    def constrain(self, constraint: TokenConstraint | None) -> None:
+        """What `next` draws from here on obeys `constraint`, which holds no token yet; None: nothing more.
+
+        It is told of every token drawn. It holds until another one is set, or the timeline becomes what `next` did
+        not draw: `sync`, `step`, `rollback` and `restore` end it.
+        """
+        self._drop_waiting()
+        self._constraint = constraint
+
     def next(self, sampling: Sampling, *, left: int | None = None) -> int:
         """Draw the token after the timeline, append it, return it; `last` says more about it.
 
@@ -298,6 +309,9 @@ class Session:
             self._sampling = sampling
         if not self._waiting:
             self._waiting = self._draw(sampling, left)
+            if self._constraint is not None:
+                for drawn in self._waiting:
+                    self._constraint.advance(drawn.token)
         self.last = self._waiting.pop(0)
         self.tokens.append(self.last.token)
         return self.last.token
@@ -307,15 +321,21 @@ class Session:
         room = self.config.max_position_embeddings - len(self.tokens)
         left = room if left is None else max(1, left)
         if self.position != len(self.tokens) - 1 or self.position < 1:
-            return [self._rounds.after(self._current(), self.tokens, sampling, self._prompt, left)]
+            return [self._rounds.after(
+                self._current(), self.tokens, sampling, self._prompt, left, self._constraint
+            )]  # fmt: skip
         self._logits = None
-        drawn = self._rounds.run(self.tokens, sampling, self.policy, left, self._prompt)
+        drawn = self._rounds.run(
+            self.tokens, sampling, self.policy, left, self._prompt, self._constraint
+        )  # fmt: skip
         self._logits = self._rounds.last
         return drawn
 
     def _drop_waiting(self) -> None:
         """Take back what was drawn and not asked for: the state of plain decode, one token behind the timeline."""
         if self._waiting:
+            if self._constraint is not None:
+                self._constraint.rollback(len(self._waiting))
             self._waiting = []
             self._go_back(len(self.tokens) - 1)
 
@@ -349,7 +369,7 @@ class Session:
                 self._drafter.state.restore(snapshot.draft)
         self.tokens, self._prompt = list(snapshot.tokens), snapshot.prompt
         self._rounds.chooser.forget_text()
-        self._waiting, self._sampling = list(snapshot.waiting), snapshot.sampling
+        self._waiting, self._sampling, self._constraint = list(snapshot.waiting), snapshot.sampling, None
         self._logits = None
         if snapshot.logits is not None:
             self.lane.last.write(snapshot.logits.reshape(1, -1))
@@ -359,7 +379,7 @@ class Session:
         """Forget the tokens from `position` on; exact, or refused (state.py)."""
         if position > len(self.tokens) or position < 1:
             raise Ds4Error(f"cannot roll back to {position}: the timeline holds {len(self.tokens)} tokens")
-        self._drop_waiting()
+        self.constrain(None)
         if position < self.position:
             self._go_back(position)
         self.tokens = self.tokens[:position]

@@ -181,6 +181,7 @@ class StepRunner:
             self.device.copy(main_hidden, rows, rows.nbytes)
         self.slots.set(tokens[start : start + count], start)  # as before a pass over all of them
         if ending is not None:
+            ending.prepare()
             ending.launch(logits)
         return logits
 
@@ -223,6 +224,7 @@ class StepRunner:
             segment: Key = (key, i)
             if ending is not None and i == last:
                 segment = (key, i, ending.key)
+                ending.prepare()
             graph = self._graphs.get(segment) if free else None
             if graph is None and free and segment in self._warm:
                 with self.device.capture() as graph:

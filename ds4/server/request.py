@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ds4.engine import Sampling
+from ds4.engine.constraint import Constrained
 from ds4.model.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -110,6 +111,7 @@ class Generation:
         include_usage: a streamed answer ends with a chunk of usage counts.
         logprobs: each token's log-probabilities are told, and those of the `sampling.top` likeliest.
         tools: calls of them are taken out of the content; None: whatever is written is text.
+        constraint: what the answer's tokens obey (ds4.constrain); None: nothing.
         prompt_chars: of a completion with `logprobs`: characters of the prompt, where its `text_offset` begins.
     """
 
@@ -123,6 +125,7 @@ class Generation:
     ends: frozenset[int] = frozenset()
     logprobs: bool = False
     tools: Tools | None = None
+    constraint: Constrained | None = None
     prompt_chars: int = 0
 
 

@@ -207,9 +207,9 @@ def test_a_broken_row_is_an_error_and_the_state_is_as_before(
     session.rollback(len(session.tokens))
     real = Chooser._choose
 
-    def broken(chooser: Chooser, logits: Buffer, k: int) -> None:
+    def broken(chooser: Chooser, logits: Buffer, k: int, **how: bool) -> None:
         logits.write(np.full(logits.shape, np.nan, np.float32))
-        real(chooser, logits, k)
+        real(chooser, logits, k, **how)
 
     with monkeypatch.context() as patched:
         patched.setattr(Chooser, "_choose", broken)

@@ -1,4 +1,4 @@
-"""Launch table of sample.cu, sample_penalty.cu and sample_logprobs.cu."""
+"""Launch table of sample.cu, sample_penalty.cu, sample_mask.cu and sample_logprobs.cu."""
 
 from __future__ import annotations
 
@@ -71,3 +71,13 @@ COUNT_TOKENS = Kernel(
     in_flight=256 * 4,
     reason="a round has a handful of tokens; a prompt is counted once",
 )  # fmt: skip
+MASK_LOGITS = Kernel(
+    name="mask_logits",
+    source="sample_mask.cu",
+    grid=lambda R, V: (-(-V // 256), R, 1),
+    block=256,
+    args=("out: f32[R,V]", "logits: f32[R,V]", "allowed: u32[R,words]", "words: i32", "vocab: i32"),
+    released={"R": 1, "V": 129280, "words": 4040},
+    traffic=lambda R, V: (4 * R * V + 4 * R * (-(-V // 32)), 4 * R * V),
+    in_flight=256 * 4 + 32,
+)

@@ -1,4 +1,4 @@
-"""Sampling on the device: settings packed for the kernels, penalties, the draw, the likeliest tokens."""
+"""Sampling on the device: settings packed for the kernels, penalties, masks, the draw, the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from ds4.device import Buffer, Device
 from ds4.device.kernels.sample import (
     COUNT_TOKENS,
+    MASK_LOGITS,
     PENALIZE,
     SAMPLE,
     SAMPLE_SMALL,
@@ -98,6 +99,17 @@ def penalize(
     """
     V = logits.shape[1]
     dev.launch(PENALIZE, out, logits, seen, pending, bias, penalties, first, V, R=R, V=V)
+
+
+def mask_words(vocab: int) -> int:
+    """u32 words of a row's mask: a bit a token."""
+    return -(-vocab // 32)
+
+
+def mask_logits(dev: Device, out: Buffer, logits: Buffer, allowed: Buffer, R: int) -> None:
+    """out f32 [R, V] = logits, -inf for tokens whose bit in `allowed` u32 [R, mask_words(V)] is not set."""
+    V = logits.shape[1]
+    dev.launch(MASK_LOGITS, out, logits, allowed, mask_words(V), V, R=R, V=V)
 
 
 def count_tokens(

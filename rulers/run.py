@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.engine import Engine
+from ds4.engine.segments import Tap
 from ds4.engine.slots import MAX_ROWS
-from ds4.engine.step import Tap
 from ds4.errors import UsageError
 from rulers.journal import Journal
 from rulers.numbers import FIGURES, position_figures

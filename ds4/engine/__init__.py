@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from ds4.engine.prefill import Cancelled
     from ds4.engine.sampling import Sampling
     from ds4.engine.session import Session, SessionSnapshot
+    from ds4.engine.together import Ask
 
-__all__ = ["Cancelled", "Engine", "Sampling", "Session", "SessionSnapshot"]
+__all__ = ["Ask", "Cancelled", "Engine", "Sampling", "Session", "SessionSnapshot"]
 _HOMES = {
+    "Ask": "together",
     "Cancelled": "prefill",
     "Engine": "engine",
     "Sampling": "sampling",

@@ -7,7 +7,7 @@ and keeps the n-gram tables on disk behind the row store.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ds4.engine.scheduler import DraftLedger, DraftPolicy, FixedDrafts, Schedule
 from ds4.engine.scratch import Workspace
 from ds4.engine.session import PLAIN, Session
 from ds4.engine.slots import MAX_ROWS
+from ds4.engine.together import Ask, Together
 from ds4.engine.weights import ModelWeights, kernel_constants, place, placed_bytes
 from ds4.engram.store import RowStore
 from ds4.engram.tables import EngramTables
@@ -29,7 +30,6 @@ from ds4.errors import CapacityError, UsageError
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import Tokenizer
 
-MOST_IDLE = 1  # lanes kept for the next session
 CHOICES = {
     "activations": ("bf16", "f32"),
     "kv": ("fp4", "f32"),
@@ -42,7 +42,7 @@ CHOICES = {
 @dataclass
 class Engine:
     """One model on one device. `draft` is the draft head, where sessions draft; its block may be smaller than the
-    model's.
+    model's. Lanes of as many as `sessions` that ended are kept for the next ones.
     """
 
     base: Base
@@ -57,8 +57,10 @@ class Engine:
     draft_k: int | None = None
     mounted: Mounted | None = None
     bare: ModelWeights | None = None  # without sidecars; its buffers are shared
+    sessions: int = 1
     _idle: list[Lane] = field(default_factory=list)
     _ledger: DraftLedger = field(default_factory=DraftLedger)  # of the sessions that schedule their drafts
+    _together: Together | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -98,6 +100,7 @@ class Engine:
         posttrain: str | Path | None = None,
         device: Device | None = None,
         mem_budget_mb: int | None = None,
+        sessions: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Open a base file.
@@ -115,7 +118,8 @@ class Engine:
             draft: without a seed, drafts are "drawn" from the draft head, or its likeliest tokens, "argmax".
             zchain: folder of a domain's sidecar, posttrain: of a post-training directory (docs/format.md): factors
                 of the experts' gains, and the first one's router biases. Draft stages stay as they are.
-            mem_budget_mb: refuse weights, and later a sequence's state, that together take more than this.
+                sequence's state, that together take more than this.
+            sessions: how many will be under way at once.
 
         Raises:
             UsageError: an option outside its choices.
@@ -154,7 +158,8 @@ class Engine:
         options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
         head = place_draft(base, dev, weights) if block else None
         return Engine(
-            base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted, bare
+            base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted, bare,
+            sessions,
         )  # fmt: skip
 
     def session(self, policy: Callable[[], DraftPolicy] | None = None) -> Session:
@@ -167,7 +172,7 @@ class Engine:
         self._idle[:] = [
             lane for lane in self._idle if lane.weights is self.weights
         ]  # others are of before a remount
-        del self._idle[MOST_IDLE:]
+        del self._idle[self.sessions :]
         if self._idle:
             lane = self._idle.pop()
             lane.clear()
@@ -176,6 +181,17 @@ class Engine:
         session = Session(self.device, config, lane, policy or self._policy)
         weakref.finalize(session, _give_back, self._idle, lane).atexit = False
         return session
+
+    def draw(self, asks: Sequence[Ask]) -> list[Exception | None]:
+        """Sessions of this engine draw in one pass, where they need one (together.py); the `next` of each then
+        returns without. What went wrong, ask by ask.
+        """
+        shared = self._together
+        if shared is None or shared.weights is not self.weights or shared.options is not self.options:
+            self._together = shared = Together(
+                self.device, self.workspace, self.config, self.weights, self.feed, self.options
+            )  # fmt: skip
+        return shared.draw(asks)
 
     def remount(self, zchain: str | Path | None, posttrain: str | Path | None) -> None:
         """Other sidecars from the next session on; sessions under way keep those that they began with. Base and
@@ -198,11 +214,12 @@ class Engine:
         """The same placed model, as it is mounted now, with the other prefill: a ruler needs all rows' logits.
         Nothing is uploaded; a later `remount` of one is not the other's.
         """
-        return replace(self, options=replace(self.options, prefill=prefill), _idle=[])
+        return replace(self, options=replace(self.options, prefill=prefill), _idle=[], _together=None)
 
     def drop_idle(self) -> None:
         """Give back the memory and the graphs of sequences that are gone."""
         self._idle.clear()
+        self._together = None
 
     def device_memory(self) -> tuple[int, int] | None:
         """Bytes of the device's memory in use, by anyone, and all of it; None: nobody can say."""

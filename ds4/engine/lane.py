@@ -7,6 +7,7 @@ captures nothing again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from ds4.device import Device
 from ds4.engine.draft import Drafter
@@ -18,9 +19,11 @@ from ds4.engine.prefill import Prefill
 from ds4.engine.rounds import RoundCounts, Rounds
 from ds4.engine.scratch import Workspace
 from ds4.engine.state import SequenceState
-from ds4.engine.step import StepCounts, StepRunner
+from ds4.engine.step import StepRunner
 from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
+
+SERIALS = count(1)
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,13 @@ class SessionOptions:
 
 
 class Lane:
-    """One sequence's device side. Empty at first, and after `clear`."""
+    """One sequence's device side. Empty at first, and after `clear`. No other lane ever has its `serial`."""
 
     def __init__(
         self, device: Device, ws: Workspace, config: ModelConfig, weights: ModelWeights, feed: NgramFeed,
         options: SessionOptions, draft: DraftWeights | None = None,
     ) -> None:  # fmt: skip
+        self.serial = next(SERIALS)
         self.options, self.weights, self.draft = options, weights, draft
         layout = kv_layout(config, options.numerics.kv)
         self.state = SequenceState(device, config, layout, budget_bytes=options.state_budget_bytes)
@@ -68,7 +72,7 @@ class Lane:
     def clear(self) -> None:
         """Back to an empty sequence that has counted nothing; buffers and graphs stay."""
         self.state.clear()
-        self.step.counts = StepCounts()
+        self.step.forget_counts()
         self.rounds.counts = RoundCounts()
         self.rounds.chooser.forget_text()
         self.prefill.chunk = self.options.chunk

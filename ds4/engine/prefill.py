@@ -31,8 +31,8 @@ from ds4.engine.layer import (
 from ds4.engine.layer import run_layer as run_whole_layer
 from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
+from ds4.engine.segments import Tap
 from ds4.engine.state import SLACK, SequenceState
-from ds4.engine.step import Tap
 from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
 
@@ -78,11 +78,11 @@ class Prefill:
     drafter: Drafter | None = None
     moe_tap: MoeTap | None = None
 
-    def extent(self, end: int) -> Extent:
-        """What a sync up to `end` will run."""
+    def extent(self, end: int, part: bool = False) -> Extent:
+        """What a sync up to `end` will run; of a `part` nothing is replayed."""
         start = self.state.position
         if self.mode == "replay" and self.config.last_kv_source >= 0:
-            return Extent(start, end, max(start, end - self.config.sliding_window))
+            return Extent(start, end, end if part else max(start, end - self.config.sliding_window))
         return Extent(start, end, start)
 
     def run(
@@ -92,6 +92,7 @@ class Prefill:
         last: Buffer,
         on_progress: Callable[[int, int], None] | None = None,
         tap: Tap | None = None,
+        part: bool = False,
     ) -> Reading:
         """Run `tokens` from the state's position to their end, a chunk a `next`.
 
@@ -100,6 +101,7 @@ class Prefill:
         Args:
             logits: "none", "last" (into `last`, f32 [1, V]), or "all" (returned; `last` is filled too).
             tap: sees every layer's entry streams, chunk by chunk, of the rows that the layer runs.
+            part: the beginning of a longer sync, without logits (Session.reading).
 
         Yields:
             before each chunk: positions run, and all of them.
@@ -107,7 +109,7 @@ class Prefill:
         Returns:
             f32 [n, V] for "all", NaN where a bounded replay computed no row; else None.
         """
-        ext = self.extent(len(tokens))
+        ext = self.extent(len(tokens), part)
         self.state.reserve(ext.end)
         out: NDArray[np.float32] | None = None
         if logits == "all":
@@ -143,7 +145,11 @@ class Prefill:
                 self.state.advance(at)
             if on_progress:
                 on_progress(at - ext.start, ext.end - ext.start)
-        if held is not None and below is not None:
+        if ext.bounded and part:  # what follows hides the rows that are not there
+            self.state.set_first(self.state.first[0], ext.end)
+            self.state.replayed_to = ext.end
+            self.state.advance(ext.end)
+        elif held is not None and below is not None:
             self._decoder_half(tokens, ext, below, held, logits, last, out, tap)
             self.state.advance(ext.end)
         return out

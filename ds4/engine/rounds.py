@@ -21,8 +21,9 @@ from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft import Drafter
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, most_drafts
+from ds4.engine.segments import Tap
 from ds4.engine.slots import MAX_ROWS
-from ds4.engine.step import StepRunner, Tap
+from ds4.engine.step import StepRunner
 
 
 @dataclass
@@ -137,10 +138,7 @@ class Rounds:
                 self.step.run_ahead()  # behind the commit, which reads what a segment may write over
             drawn = self.chooser.chosen(k, start)
         except BaseException:
-            self.step.slots.changed()
-            self.chooser.forget_text()
-            if state.position > start:
-                self.go_back(start)
+            self.failed(start)
             raise
         accepted = len(drawn) - 1
         if left > len(drawn):  # the next pass begins with the token that nobody has run
@@ -154,6 +152,33 @@ class Rounds:
             self.go_back(start + 1 + accepted)
         V = logits.shape[1]
         self.last = logits.view(4 * V * accepted, (1, V), "f32")
+        return drawn
+
+    def failed(self, start: int) -> None:
+        """A pass from position `start` on failed somewhere: the state is as it was, the slots hold who knows what."""
+        self.step.slots.changed()
+        self.chooser.forget_text()
+        if self.step.state.position > start:
+            self.go_back(start)
+
+    def join(
+        self, tokens: Sequence[int], sampling: Sampling, prompt: int, constraint: TokenConstraint | None
+    ) -> Ending:
+        """A plain round whose pass somebody else runs, on what this leaves in the slots; see `run`."""
+        self.chooser.settle_on(sampling, tokens, prompt)
+        self.step.slots.set(tokens[-1:], len(tokens) - 1)
+        return self.chooser.ending(0, constraint)
+
+    def joined(self, tokens: Sequence[int], start: int, left: int | None) -> Drawn:
+        """The token that such a round drew; its row was at position `start`, tokens are those before it.
+
+        Raises:
+            DeviceError: the row is no distribution.
+        """
+        (drawn,) = self.chooser.chosen(0, start)
+        self.counts.add(False, 0, 0)
+        if left is None or left > 1:
+            self.step.feed.announce([*tokens, drawn.token], start + 1, 1)
         return drawn
 
     def pass_over(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
-from ds4.engine.choose import Drawn
+from ds4.engine.choose import Drawn, Ending
 from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft_state import DraftSnapshot
 from ds4.engine.lane import Lane
@@ -24,9 +24,9 @@ from ds4.engine.prefill import Cancelled, Reading
 from ds4.engine.rounds import RoundCounts
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts
+from ds4.engine.segments import Tap
 from ds4.engine.slots import MAX_ROWS
 from ds4.engine.state import Snapshot
-from ds4.engine.step import Tap
 from ds4.engine.traffic import weight_bytes
 from ds4.errors import Ds4Error, RequestError
 from ds4.model.config import ModelConfig
@@ -173,8 +173,14 @@ class Session:
         chunk: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         tap: Tap | None = None,
+        part: bool = False,
     ) -> Reading:
         """`sync`, a chunk a `next`: other sessions may run in between, this one not before it is done.
+
+        Args:
+            part: a sync that adds more than `sliding_window` tokens follows before anything else: under a bounded
+                replay, which then hides their rows, the layers from the last kv source on are left out; the two
+                leave the bits of one. Without logits.
 
         Yields:
             before each chunk: positions run by this call, and all that it will run.
@@ -202,13 +208,13 @@ class Session:
             self._clear()
         if chunk is not None:
             self._prefill.chunk = chunk
-        bounded = self._prefill.extent(len(tokens)).bounded
+        bounded = self._prefill.extent(len(tokens), part).bounded
         self.tokens, self._prompt = tokens, len(tokens)
         start = self.position
         self.policy = self._new_policy()
         try:
             self._rounds.commit()
-            out = yield from self._prefill.run(tokens, logits, self.lane.last, on_progress, tap)
+            out = yield from self._prefill.run(tokens, logits, self.lane.last, on_progress, tap, part)
         except GeneratorExit:  # between chunks: whole ones are kept, unless half of the layers are ahead
             if bounded:
                 self._clear()
@@ -301,20 +307,56 @@ class Session:
             RequestError: the context is full (code context_length_exceeded), or a bias on a token that is not there.
             DeviceError: the logits hold NaN.
         """
+        self._settle_on(sampling)
+        if not self._waiting:
+            self._drew(self._draw(sampling, left))
+        self.last = self._waiting.pop(0)
+        self.tokens.append(self.last.token)
+        return self.last.token
+
+    def _settle_on(self, sampling: Sampling) -> None:
+        """The checks of `next`; other settings take back what was drawn by those of before."""
         if len(self.tokens) >= self.config.max_position_embeddings:
             raise RequestError("the context is full", "messages", "context_length_exceeded")
         if sampling != self._sampling:
             sampling.penalties.check_vocab(self.config.vocab_size)
             self._drop_waiting()
             self._sampling = sampling
-        if not self._waiting:
-            self._waiting = self._draw(sampling, left)
-            if self._constraint is not None:
-                for drawn in self._waiting:
-                    self._constraint.advance(drawn.token)
-        self.last = self._waiting.pop(0)
-        self.tokens.append(self.last.token)
-        return self.last.token
+
+    def _drew(self, drawn: list[Drawn]) -> None:
+        self._waiting = drawn
+        if self._constraint is not None:
+            for one in drawn:
+                self._constraint.advance(one.token)
+
+    # -- `next` in a pass that several sessions share (together.py): needs_pass, join, passed, collect, or leave
+
+    def needs_pass(self, sampling: Sampling) -> bool:
+        """Whether `next` would run a pass of one token before it can draw. Raises as `next`."""
+        self._settle_on(sampling)
+        return not self._waiting and 1 <= self.position == len(self.tokens) - 1
+
+    def join(self, sampling: Sampling) -> Ending:
+        """The timeline's last token is about to be run in a pass of somebody else; what chooses from its row."""
+        self._logits = None
+        return self._rounds.join(self.tokens, sampling, self._prompt, self._constraint)
+
+    def passed(self) -> None:
+        """The pass was submitted."""
+        self.state.advance(self.position + 1)
+        self._rounds.chooser.submit(0)
+
+    def collect(self, start: int, left: int | None) -> None:
+        """The token that was chosen waits for `next`; the pass ran the row at position `start`.
+
+        Raises:
+            DeviceError: the row is no distribution.
+        """
+        self._drew([self._rounds.joined(self.tokens, start, left)])
+
+    def leave(self, start: int) -> None:
+        """The pass failed, or its row: the state is again as it was at position `start`."""
+        self._rounds.failed(start)
 
     def _draw(self, sampling: Sampling, left: int | None) -> list[Drawn]:
         """At least one token after the timeline."""

@@ -1,10 +1,7 @@
-"""Decode: 1 to 8 consecutive rows through all layers, and the choice of the next token, as captured graphs.
+"""Decode: 1 to 8 consecutive rows of one sequence through all layers, and the choice of the next token.
 
-One set of graphs a (rows, capacity, published keys, rows for the draft head or not): one graph from the embedding to
-the first engram layer and one from each engram layer to the next, so that the rows of a later engram layer may still
-be on their way while the layers before it run. The last one also holds what chooses the tokens (choose.py), so there
-is one of it for each way to choose. Position, ids and n-gram rows live in device slots, so that a replay never needs
-another capture. The first step of a kind runs its launches directly, which grows the scratch; the second is captured.
+One set of graphs a (rows, capacity, published keys, rows for the draft head or not); segments.py holds and runs them.
+Position, ids and n-gram rows live in device slots, so that a replay never needs another capture.
 
 A step may run ahead: the layers before the first n-gram rows need only the token that the step before left on the
 device, so they are submitted before the host has seen it (`run_ahead`).
@@ -12,42 +9,18 @@ device, so they are submitted before the host has seen it (`run_ahead`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-
-from ds4.device import Buffer, Device, Graph
+from ds4.device import Buffer, Device
 from ds4.engine.choose import Ending
-from ds4.engine.layer import MoeTap, Numerics, Pass, begin, head, run_layer
-from ds4.engine.ngrams import NgramFeed, Rows
+from ds4.engine.layer import MoeTap, Numerics, Pass
+from ds4.engine.ngrams import NgramFeed
 from ds4.engine.scratch import Workspace
+from ds4.engine.segments import Key, Segments, StepCounts, Steps, Tap
 from ds4.engine.slots import MAX_ROWS, Slots
 from ds4.engine.state import SequenceState
 from ds4.engine.weights import ModelWeights
 from ds4.model.config import ModelConfig
-
-# (layer, position of the first row, streams on entry); layer L: streams after the last one
-Tap = Callable[[int, int, Buffer], None]
-Key = tuple[object, ...]
-
-
-@dataclass
-class StepCounts:
-    """What the runner did: launches recorded a step, passes that captured, replayed, ran directly; first segments run
-    ahead, and those that the next pass could use. `cold` counts the passes that were the first of their kind or
-    captured something: their time says nothing about the next one's. `one_row`: passes of one row.
-    """
-
-    captures: int = 0
-    replays: int = 0
-    direct: int = 0
-    launches: int = 0
-    cold: int = 0
-    one_row: int = 0
-    passes: int = 0
-    ahead: int = 0
-    ahead_used: int = 0
 
 
 class StepRunner:
@@ -61,30 +34,31 @@ class StepRunner:
     ) -> None:  # fmt: skip
         self.device, self.ws, self.config, self.numerics = device, ws, config, numerics
         self.weights, self.state, self.feed = weights, state, feed
-        self.index_keys, self.graphs, self.touched = index_keys, graphs, touched
+        self.index_keys, self.touched = index_keys, touched
         self.moe_tap: MoeTap | None = None
-        self.counts = StepCounts()
-        S, D = config.hc_mult, config.hidden_size
         self.slots = Slots(device)
-        self.x = device.empty((MAX_ROWS, S, D), "f32")
-        self.pre = device.empty((MAX_ROWS, S), "f32")
-        self.logits = device.empty((MAX_ROWS, config.vocab_size), "f32")
+        self._segments = Segments(device, config, weights, feed, graphs=graphs)
+        self.logits = self._segments.logits
         self._gathered = device.empty((MAX_ROWS if index_keys == "released" else 0, config.vocab_size), "f32")
-        self.one_hot = device.upload(np.tile(np.eye(1, S, dtype=np.float32), (MAX_ROWS, 1)))
-        self.engram_rows = tuple(device.zeros(feed.shape(MAX_ROWS), "u8") for _ in config.engram_layer_ids)
-        self._bounds = [0, *config.engram_layer_ids, config.num_hidden_layers]
-        self._warm: set[Key] = set()
-        self._graphs: dict[Key, Graph] = {}
         self._generation = ws.generation, state.generation
         self._last: Key = ()  # of the pass before
         self._ahead: Key | None = None  # the pass whose first segment has run, and what must not have changed since
 
-    def _drop_stale(self) -> None:
+    @property
+    def counts(self) -> StepCounts:
+        """What the passes did so far."""
+        return self._segments.counts
+
+    def forget_counts(self) -> None:
+        """Count from zero."""
+        self._segments.counts = StepCounts()
+
+    def drop_stale(self) -> None:
         """Captured launches hold addresses: where scratch or state has moved, none of them may run again."""
         generation = self.ws.generation, self.state.generation
         if generation != self._generation:
             self._generation = generation
-            self._graphs.clear()
+            self._segments.forget()
             self._ahead = None
 
     def run(
@@ -108,16 +82,17 @@ class StepRunner:
         start = state.position
         rows = self.feed.request(tokens, start, count)
         state.reserve(start + count)
-        self._drop_stale()
+        self.drop_stale()
         ran_ahead = self._is_ahead(tokens[start : start + count], start)
         self.slots.set(tokens[start : start + count], start)
         key = self._key(count, start, tapped=main_hidden is not None)
         p = self._pass(count, self._published(start), main_hidden)
         self.ws.passes += 1
         state.will_write(start + count)  # also if it fails half way
-        self._advance(key, p, rows, tap, ending, skip=ran_ahead == key and not self._watched(tap))
-        self.counts.passes += 1
-        self.counts.one_row += count == 1
+        watched = tap is not None or self.moe_tap is not None  # what is between the launches: none may be replayed
+        steps = Steps(key, p, self.slots.ids.view(0, (count,), "i32"), [rows], ending=ending)
+        self._segments.run(steps, tap, direct=watched, skip=ran_ahead == key and not watched)
+        self.drop_stale()
         self._last = key
         state.advance(start + count)
         if self.index_keys == "released":
@@ -133,14 +108,14 @@ class StepRunner:
         leaves in the slots. Nothing of the sequence changes by it but rows of a position that does not count yet; the
         next `run` goes on from there if it is that step, and runs the segment again if not.
         """
-        self._drop_stale()
+        self.drop_stale()
         count, _, _, tapped = self._last
         start = self.state.position
         if count != 1 or start >= min(self.state.capacity, self.config.max_position_embeddings):
             return
         key = self._key(1, start, tapped=bool(tapped))
-        graph = self._graphs.get((key, 0))
-        if graph is None or len(self._bounds) < 3:
+        graph = self._segments.first(key)
+        if graph is None:
             return
         graph.replay()
         self.state.will_write(start + 1)
@@ -198,72 +173,12 @@ class StepRunner:
             self.state.published = self.last_publisher(p, self.state.published)
 
     def _pass(self, count: int, published: dict[int, int], main_hidden: Buffer | None) -> Pass:
-        c = self.config
-        rows = tuple(b.view(0, self.feed.shape(count), "u8") for b in self.engram_rows)
-        x = self.x.view(0, (count, c.hc_mult, c.hidden_size), "f32")
-        pre = self.pre.view(0, (count, c.hc_mult), "f32")
+        x, pre, rows = self._segments.buffers(count)
         pos = self.slots.pos.view(0, (count,), "i32")
         return Pass(
-            self.device, self.ws, c, self.numerics, "step", self.state, count, x, pre, pos, rows, published,
+            self.device, self.ws, self.config, self.numerics, "step", self.state, count, x, pre, pos, rows, published,
             main_hidden, self.touched, self.moe_tap,
         )  # fmt: skip
-
-    def _watched(self, tap: Tap | None) -> bool:
-        """Whether somebody looks at what is between the launches, so that none may be replayed."""
-        return tap is not None or self.moe_tap is not None
-
-    def _advance(
-        self, key: Key, p: Pass, rows: Mapping[int, Rows], tap: Tap | None, ending: Ending | None, *, skip: bool
-    ) -> None:
-        """All segments; `skip`: the first one has run ahead."""
-        last, free = len(self._bounds) - 2, self.graphs and not self._watched(tap)
-        replayed = captured = first = False
-        for i in range(last + 1):
-            if i > 0:
-                self.engram_rows[i - 1].write(rows[i - 1].wait())
-            segment: Key = (key, i)
-            if ending is not None and i == last:
-                segment = (key, i, ending.key)
-                ending.prepare()
-            graph = self._graphs.get(segment) if free else None
-            if graph is None and free and segment in self._warm:
-                with self.device.capture() as graph:
-                    self._segment(p, i, None, ending)
-                self._graphs[segment] = graph
-                captured = True
-            if i == 0 and skip:
-                self.counts.ahead_used += 1
-            elif graph is not None:
-                graph.replay()
-                replayed = True
-            else:
-                self._segment(p, i, tap, ending)
-                first |= segment not in self._warm
-                self._warm.add(segment)
-        self.counts.replays += replayed
-        self.counts.direct += not replayed
-        self.counts.captures += captured
-        self.counts.cold += captured or first
-        if captured:
-            mine = [(key, i) for i in range(last)] + [segment]
-            self.counts.launches = sum(self._graphs[s].n_launches for s in mine if s in self._graphs)
-        self._drop_stale()
-
-    def _segment(self, p: Pass, index: int, tap: Tap | None, ending: Ending | None) -> None:
-        first, end = self._bounds[index : index + 2]
-        if index == 0:
-            begin(p, self.weights, self.slots.ids.view(0, (p.R,), "i32"), self.one_hot)
-        for layer in range(first, end):
-            if tap:
-                tap(layer, p.state.position, p.x)
-            run_layer(p, self.weights.layers[layer])
-        if end == self.config.num_hidden_layers:
-            if tap:
-                tap(end, p.state.position, p.x)
-            logits = self.logits.view(0, (p.R, self.config.vocab_size), "f32")
-            head(p, self.weights, logits, 0, p.R)
-            if ending is not None:
-                ending.launch(logits)
 
     def _publishes(self, owner: int, position: int) -> bool:
         return (position + 1) % self.config.compress_ratios[owner] == 0

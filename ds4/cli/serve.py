@@ -28,6 +28,7 @@ from ds4.server.edge import Connections
 from ds4.server.errors import HttpError
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.logs import FORMATS, log_to_stderr
+from ds4.server.reports import Reports, check_reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker, warm_up
@@ -43,7 +44,7 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
     "log_requests": str, "log_days": int, "admin_key": str, "api_key_file": str, "cors": str, "log_format": str,
-    "stall_seconds": int, "oom_score_adj": int,
+    "stall_seconds": int, "oom_score_adj": int, "reports": str,
 }  # fmt: skip
 MOST_WAITING = 10_000
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--admin-key", metavar="FILE", help="take orders on /admin/ with the key in FILE, made if it is not there"
     )
+    p.add_argument("--reports", metavar="DIR", help="show the reports in DIR on the page /reports (docs/page.md)")
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
     p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
     p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
@@ -259,6 +261,7 @@ def run(argv: Sequence[str]) -> int:
         set_oom_score(args.oom_score_adj)
     limits = Limits(queue=args.queue)
     requests = None if args.log_requests is None else RequestLog(Path(args.log_requests), args.log_days or LOG_DAYS)
+    reports = Reports(check_reports(args.reports), args.posttrain and Path(args.posttrain))
     admin_key = None if args.admin_key is None else make_key(Path(args.admin_key))
     if admin_key is not None and admin_key == args.api_key:
         raise UsageError(f"--admin-key {args.admin_key}: holds the --api-key, which would then give orders too")
@@ -274,7 +277,7 @@ def run(argv: Sequence[str]) -> int:
         model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle,
         step_s=args.stall_seconds,
     )  # fmt: skip
-    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors)
+    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports)
     server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:

@@ -25,6 +25,8 @@ from ds4.server.job import Job
 from ds4.server.metrics import CONTENT_TYPE, OTHER, Metrics
 from ds4.server.openai import asked_of, read_chat, read_completion
 from ds4.server.outbox import Gone, Outbox
+from ds4.server.pages import Pages
+from ds4.server.reports import Reports
 from ds4.server.request import Generation, Limits, ServedModel
 from ds4.server.requests_log import Exchange, RequestLog
 from ds4.server.respond import EventStream, Log, whole
@@ -42,6 +44,7 @@ def make_app(
     requests: RequestLog | None = None,
     admin_key: str | None = None,
     cors: str | None = None,
+    reports: Reports | None = None,
 ) -> ASGIApp:
     """The application. It starts the worker and the log of requests, where there is one, and stops them."""
 
@@ -66,6 +69,7 @@ def make_app(
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
     Admin(worker, limits).add_to(app)
+    Pages(Reports() if reports is None else reports).add_to(app)
     app.add_exception_handler(HTTPException, _route_error)
     app.add_exception_handler(Ds4Error, _own_error)
     app.add_exception_handler(Exception, _own_error)

@@ -20,7 +20,8 @@ from ds4.server.outbox import Gone
 from ds4.server.request import Limits
 
 log = logging.getLogger("ds4.server")
-OPEN_PATHS = ("/health",)  # no key needed: watchdogs have none
+OPEN_PATHS = ("/health", "/", "/reports")  # no key needed: watchdogs have none, nor has an address that is typed
+OPEN_BELOW = "/web/"  # files of those pages
 ADMIN = "/admin"  # it and what is below it: the admin key, and no other
 PAUSE_S = 2.0  # a sender of an unwanted body that is silent for so long has read its answer
 
@@ -43,7 +44,7 @@ class Edge:
 
     Args:
         connections: live connections by client address, to cut the one whose reader stalls.
-        api_key: asked of every path but `OPEN_PATHS` and what is below `ADMIN`; None: nobody is asked.
+        api_key: asked of every path but `OPEN_PATHS` and what is below `OPEN_BELOW` or `ADMIN`; None: nobody is asked.
         admin_key: asked of what is below `ADMIN`; None: nobody comes in there.
         cors: the origin whose pages may call the server, or "*"; None: none. Never of what is below `ADMIN`.
         answered: told path, method and status of every answer that begins.
@@ -107,7 +108,7 @@ class Edge:
         if admin and self._admin_key is None:
             raise HttpError(403, "this server takes no orders: start it with --admin-key FILE", "admin_disabled")
         wanted = self._admin_key if admin else self._key
-        if wanted is None or path in OPEN_PATHS:
+        if wanted is None or path in OPEN_PATHS or path.startswith(OPEN_BELOW):
             return
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")

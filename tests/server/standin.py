@@ -22,6 +22,7 @@ from ds4.model.tokenizer import CONTROL, NORMAL, UNUSED, Tokenizer
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import listen, make_server
+from ds4.server.reports import Reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
 from ds4.server.worker import Worker
@@ -190,6 +191,7 @@ def serve(
     settle: Callable[[], object] = gc.collect,
     step_s: float = 120.0,
     cors: str | None = None,
+    reports: Reports | None = None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
@@ -197,7 +199,7 @@ def serve(
     worker = Worker(
         open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle, step_s=step_s
     )
-    app = make_app(worker, limits, api_key, connections, requests, admin_key, cors)
+    app = make_app(worker, limits, api_key, connections, requests, admin_key, cors, reports)
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ds4.base.mark import file_mark as file_mark
 from ds4.errors import FileFormatError
 from ds4.teacher.source import Source
 
@@ -43,27 +44,4 @@ def folder_mark(path: str | Path) -> str:
     h = hashlib.sha256()
     for file in sorted(p for p in Path(path).iterdir() if p.is_file()):
         h.update(f"{file.name} {file_mark(file)}\n".encode())
-    return h.hexdigest()[:8]
-
-
-_BLOCK, _N_BLOCKS = 4096, 256
-
-
-def file_mark(path: str | Path) -> str:
-    """Eight hex digits that tell a file from others of its kind: of its size and 256 blocks of 4 KB spread over it.
-
-    Hashing all of a base of 113 GB would take longer than many a ruler; two quantizations differ all over.
-
-    Raises:
-        FileFormatError: it cannot be read.
-    """
-    try:
-        with open(path, "rb") as f:
-            size = f.seek(0, 2)
-            h = hashlib.sha256(str(size).encode())
-            for i in range(_N_BLOCKS):
-                f.seek(i * max(0, size - _BLOCK) // (_N_BLOCKS - 1))
-                h.update(f.read(_BLOCK))
-    except OSError as e:
-        raise FileFormatError(f"{path}: cannot be read ({e.strerror or e})") from e
     return h.hexdigest()[:8]

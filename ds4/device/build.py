@@ -135,6 +135,20 @@ class Builder:
 
         return self.cache.get("driver", key, build) / "libcuda.so.1"
 
+    def mark(self, variant: str, arch: str) -> str:
+        """Hash of what decides about the bits of every kernel: all sources, flags, compiler. `variant` "gpu", or of
+        the CPU driver's builds.
+
+        Raises:
+            BuildError: as `gpu` and `host`.
+        """
+        if variant == "gpu":
+            settings = [*GPU_FLAGS, arch, _nvrtc_version()]
+        else:
+            settings = [*HOST_FLAGS, *_machine_flags(), *VARIANT_FLAGS[variant], _cxx_version(self.cxx)]
+        texts = [self._text(path) for path in sorted(self.cuda_dir.glob("*.cu"))]
+        return _hash(*(s.encode() for s in settings), *texts)
+
     def _key(self, kind: str, unit: Unit, settings: list[str]) -> str:
         defines = [f"{name}={value}" for name, value in unit.defines]
         text = self._text(self.cuda_dir / unit.source)

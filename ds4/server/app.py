@@ -17,23 +17,32 @@ from starlette.types import ASGIApp
 
 from ds4.errors import Ds4Error
 from ds4.server.admin import Admin
-from ds4.server.answer import Answer, model_card, model_list
+from ds4.server.answer import Answer, Writer, model_card, model_list
 from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
 from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
 from ds4.server.fields import Fields, parse_object
 from ds4.server.job import Job
+from ds4.server.messages import ask_messages
+from ds4.server.messages_answer import MessagesAnswer, messages_model, messages_models
 from ds4.server.metrics import CONTENT_TYPE, OTHER, Metrics
-from ds4.server.openai import asked_of, read_chat, read_completion
+from ds4.server.openai import ask_chat, ask_completion
 from ds4.server.outbox import Gone, Outbox
 from ds4.server.pages import Pages
 from ds4.server.reports import Reports
-from ds4.server.request import Generation, Limits, ServedModel
+from ds4.server.request import Limits, ServedModel
 from ds4.server.requests_log import Exchange, RequestLog
 from ds4.server.respond import EventStream, Log, whole
+from ds4.server.responses import ask_response
+from ds4.server.responses_answer import ResponsesAnswer
+from ds4.server.responses_routes import ResponseRoutes
+from ds4.server.responses_store import ResponseStore
+from ds4.server.shared_fields import Asked
+from ds4.server.text_routes import TextRoutes
 from ds4.server.worker import Worker
 
 log = logging.getLogger("ds4.server")
-Reader = Callable[[Fields, ServedModel, Limits], Generation]
+ANTHROPIC = "anthropic-version"  # a header of that API's clients, which list models in another shape
+Api = Callable[[Fields, ServedModel, Limits], tuple[Asked, Writer]]  # a body to what it asks for, and who answers
 
 
 def make_app(
@@ -68,6 +77,10 @@ def make_app(
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/messages", routes.messages, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/responses", routes.responses, methods=["POST"], response_model=None)
+    ResponseRoutes(routes.store).add_to(app)
+    TextRoutes(worker, limits).add_to(app)
     Admin(worker, limits).add_to(app)
     Pages(Reports() if reports is None else reports).add_to(app)
     app.add_exception_handler(HTTPException, _route_error)
@@ -80,10 +93,11 @@ def make_app(
     )  # fmt: skip
 
 
-async def _own_error(_: Request, error: Exception) -> Response:
+async def _own_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, (Ds4Error, Gone, Stalled)):
         log.exception("a request failed", exc_info=error)
-    return error.response() if isinstance(error, TooLarge) else error_response(error)
+    path = request.url.path
+    return error.response(path) if isinstance(error, TooLarge) else error_response(error, path)
 
 
 async def _route_error(request: Request, error: Exception) -> Response:
@@ -92,7 +106,7 @@ async def _route_error(request: Request, error: Exception) -> Response:
     method, path = request.method, request.url.path
     known = {404: (f"there is no {path} here", "not_found"), 405: (f"{path} has no {method}", "method_not_allowed")}
     message, code = known.get(error.status_code, (str(error.detail), "bad_request"))
-    return error_response(HttpError(error.status_code, message, code, headers=error.headers))
+    return error_response(HttpError(error.status_code, message, code, headers=error.headers), path)
 
 
 class Routes:
@@ -101,6 +115,7 @@ class Routes:
     def __init__(self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics) -> None:
         self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
         self._created = int(time.time())
+        self.store = ResponseStore()
 
     async def health(self) -> Response:
         """200 once requests are answered, and while they wait for a device that is lent; before that 503 and how far
@@ -132,38 +147,65 @@ class Routes:
     async def metrics(self) -> Response:
         return Response(await asyncio.to_thread(self._metrics.page), media_type=CONTENT_TYPE)
 
-    async def models(self) -> Response:
-        return json_response(model_list(self._worker.served(), self._created))
+    async def models(self, request: Request) -> Response:
+        card = self._worker.served()
+        if ANTHROPIC in request.headers:
+            return json_response(messages_models(card, self._created))
+        return json_response(model_list(card, self._created))
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request, name: str) -> Response:
         card = self._worker.served()
         if name != card.name:
             raise HttpError(404, f"there is no model {name!r}; this server has {card.name!r}", "model_not_found")
-        return json_response(model_card(card, self._created))
+        made = messages_model if ANTHROPIC in request.headers else model_card
+        return json_response(made(card, self._created))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, read_chat, chat=True)
+        return await self._generate(request, _chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, read_completion, chat=False)
+        return await self._generate(request, _completion)
 
-    async def _generate(self, request: Request, read: Reader, *, chat: bool) -> Response:
+    async def messages(self, request: Request) -> Response:
+        return await self._generate(request, _messages)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, self._response)
+
+    def _response(self, fields: Fields, card: ServedModel, limits: Limits) -> tuple[Asked, Writer]:
+        asked = ask_response(fields, card, limits, self.store)
+        return asked.asked, ResponsesAnswer(card.name, asked, card.tokenizer, self.store)
+
+    async def _generate(self, request: Request, api: Api) -> Response:
         card = self._worker.served()
         body = await read_body(request, self._limits)
         self._worker.check_room()
         # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
         fields = await asyncio.to_thread(parse_object, body)
-        generation = await asyncio.to_thread(read, fields, card, self._limits)
-        job = Job(generation, Outbox(self._limits.outbox_chars))
-        answer = Answer(chat, card.name, generation, card.tokenizer)
+        asked, answer = await asyncio.to_thread(api, fields, card, self._limits)
+        job = Job(asked.generation, Outbox(self._limits.outbox_chars))
         path = request.url.path
         self._metrics.begin(job, path)
         self._worker.submit(job)
         exchange = None
         if self._requests is not None:
-            asked = asked_of(fields, chat=chat)
-            exchange = Exchange(self._requests, answer.id, path, card.name, asked, len(body), job)
+            exchange = Exchange(self._requests, answer.id, path, card.name, asked.logged, len(body), job)
         line = Log(path, job, exchange)
-        if generation.stream:
-            return EventStream(job, answer, self._worker, self._limits.ping_s, line)
+        if asked.generation.stream:
+            return EventStream(job, answer, self._worker, self._limits.ping_s, line, at_once=asked.progress)
         return await whole(job, answer, self._worker, request.receive, line)
+
+
+def _chat(fields: Fields, card: ServedModel, limits: Limits) -> tuple[Asked, Writer]:
+    asked = ask_chat(fields, card, limits)
+    return asked, Answer(True, card.name, asked.generation, card.tokenizer, asked.progress)
+
+
+def _completion(fields: Fields, card: ServedModel, limits: Limits) -> tuple[Asked, Writer]:
+    asked = ask_completion(fields, card, limits)
+    return asked, Answer(False, card.name, asked.generation, card.tokenizer, asked.progress)
+
+
+def _messages(fields: Fields, card: ServedModel, limits: Limits) -> tuple[Asked, Writer]:
+    asked = ask_messages(fields, card, limits)
+    return asked, MessagesAnswer(card.name, asked.generation)

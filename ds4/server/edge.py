@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4.errors import RequestError
 from ds4.server.cors import PREFLIGHT, Headers, allowed, is_preflight
-from ds4.server.errors import HttpError, error_body, error_response, json_bytes, stopping
+from ds4.server.errors import HttpError, error_body, error_response, in_messages, json_bytes, stopping
 from ds4.server.logs import HEADER, id_of, request_id
 from ds4.server.outbox import Gone
 from ds4.server.request import Limits
@@ -44,7 +44,7 @@ class Edge:
 
     Args:
         connections: live connections by client address, to cut the one whose reader stalls.
-        api_key: asked of every path but `OPEN_PATHS` and what is below `OPEN_BELOW` or `ADMIN`; None: nobody is asked.
+        api_key: asked of every path but `OPEN_PATHS`, what is below `OPEN_BELOW`, and below `ADMIN`; None: of none.
         admin_key: asked of what is below `ADMIN`; None: nobody comes in there.
         cors: the origin whose pages may call the server, or "*"; None: none. Never of what is below `ADMIN`.
         answered: told path, method and status of every answer that begins.
@@ -66,9 +66,11 @@ class Edge:
         headers, path = dict(scope["headers"]), scope["path"]
         mark = id_of(headers.get(HEADER.encode()))
         request_id.set(mark)  # of this task: the server makes one a request
+        marks = [(HEADER.encode(), mark.encode())]
+        marks += [(b"request-id", mark.encode())] if in_messages(path) else []  # as that API's clients look for it
         opened = [] if _is_admin(path) else allowed(self._cors, headers.get(b"origin"))
         guarded = _Send(
-            send, self._limits.stall_s, [(HEADER.encode(), mark.encode()), *opened],
+            send, self._limits.stall_s, [*marks, *opened],
             lambda status: self._answered(path, scope["method"], status),
         )  # fmt: skip
         try:
@@ -86,10 +88,10 @@ class Edge:
                     self._cut(scope)
                     await asyncio.sleep(0)  # the connection hears of it before uvicorn asks how the request ended
                 else:
-                    await error_response(stopping())(scope, receive, guarded)
+                    await error_response(stopping(), path)(scope, receive, guarded)
             except Exception as e:
                 if not guarded.begun:
-                    await error_response(e)(scope, receive, guarded)
+                    await error_response(e, path)(scope, receive, guarded)
                 if not guarded.ended:
                     log.error("%s broke off: %s", scope["path"], e)
                     self._cut(scope)
@@ -205,8 +207,8 @@ class TooLarge(HttpError):
         )  # fmt: skip
         self._limits = limits
 
-    def response(self) -> Response:
-        return _Lingering(self, self._limits)
+    def response(self, path: str = "") -> Response:
+        return _Lingering(self, self._limits, path)
 
 
 class _Lingering(Response):
@@ -216,8 +218,10 @@ class _Lingering(Response):
     is read and thrown away, up to eight times the limit, until it pauses.
     """
 
-    def __init__(self, error: TooLarge, limits: Limits) -> None:
-        super().__init__(json_bytes(error_body(error)), error.status, error.headers, media_type="application/json")
+    def __init__(self, error: TooLarge, limits: Limits, path: str) -> None:
+        super().__init__(
+            json_bytes(error_body(error, path)), error.status, error.headers, media_type="application/json"
+        )
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

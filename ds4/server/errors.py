@@ -1,4 +1,8 @@
-"""Every failure has one shape: {"error": {"message", "type", "param", "code"}}, whatever went wrong where."""
+"""Every failure has one shape, whatever went wrong where: {"error": {"message", "type", "param", "code"}}.
+
+Below /v1/messages it is that API's: {"type": "error", "error": {"type", "message"}, "request_id"}; `param` and `code`
+are this server's own there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,11 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from ds4.errors import CapacityError, Ds4Error, RequestError
+from ds4.server.logs import request_id
+
+MESSAGES = "/v1/messages"  # it and what is below it
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+         503: "overloaded_error"}  # fmt: skip
 
 
 class HttpError(Ds4Error):
@@ -44,15 +53,26 @@ def status_of(error: BaseException) -> int:
     return 503 if isinstance(error, CapacityError) else 500
 
 
-def error_body(error: BaseException) -> dict[str, object]:
-    """The JSON object of an error. What is not meant for users says only that it happened."""
+def in_messages(path: str) -> bool:
+    """Whether a path belongs to the API of /v1/messages."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
+def error_body(error: BaseException, path: str = "") -> dict[str, object]:
+    """The JSON object of an error, in the shape of the path's API. What is not meant for users says only that it
+    happened.
+    """
     status = status_of(error)
     message = str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"
     code = getattr(error, "code", None)
     if code is None and status >= 500:
         code = "insufficient_memory" if isinstance(error, CapacityError) else "internal_error"
+    about = {"param": getattr(error, "param", None), "code": code}
+    if in_messages(path):
+        kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message, **about}, "request_id": request_id.get()}
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}}
+    return {"error": {"message": message, "type": kind, **about}}
 
 
 def json_bytes(value: object) -> bytes:
@@ -64,6 +84,6 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, path: str = "") -> Response:
     headers = error.headers if isinstance(error, HttpError) else {}
-    return json_response(error_body(error), status_of(error), headers)
+    return json_response(error_body(error, path), status_of(error), headers)

@@ -61,6 +61,11 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
         self.raw, self._where = raw, where
 
+    @property
+    def place(self) -> str:
+        """Its own name in errors; empty for a body."""
+        return self._where.removesuffix(".")
+
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 
@@ -76,6 +81,16 @@ class Fields:
             raise self.wrong(name, expected)
         return value
 
+    def needed(self, name: str) -> str:
+        """A text that must be there, and not be empty."""
+        value = self.string(name)
+        if not value:
+            full = self._where + name
+            raise RequestError(
+                f"{full} is {'missing or null' if value is None else 'empty'}; it must be a string", full
+            )
+        return value
+
     def string(self, name: str) -> str | None:
         value: str | None = self._typed(name, str, "a string")
         return value
@@ -87,6 +102,19 @@ class Fields:
     def items(self, name: str) -> Sequence[Any] | None:
         value: Sequence[Any] | None = self._typed(name, list, "a list")
         return value
+
+    def objects(self, name: str) -> list[Fields] | None:
+        """A list of objects, each with its place in its fields' names."""
+        found = self.items(name)
+        if found is None:
+            return None
+        out = []
+        for i, value in enumerate(found):
+            full = f"{self._where}{name}[{i}]"
+            if not isinstance(value, dict):
+                raise RequestError(f"{full} must be an object, is {kind_of(value)}", full)
+            out.append(Fields(value, full + "."))
+        return out
 
     def nested(self, name: str) -> Fields | None:
         value = self._typed(name, dict, "an object")

@@ -13,17 +13,17 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ds4.engine import Cancelled
-from ds4.server.answer import Answer
-from ds4.server.errors import error_body, json_bytes, json_response, overloaded
+from ds4.server.answer import Writer
+from ds4.server.errors import json_response, overloaded
 from ds4.server.job import Job
 from ds4.server.outbox import Event, Failed, Finished, Gone, Reading, Started
 from ds4.server.requests_log import Exchange
+from ds4.server.sse import PING
 from ds4.server.stream import CallDelta, Delta, Piece
 from ds4.server.worker import Worker
 
 log = logging.getLogger("ds4.server")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-PING = b": waiting\n\n"
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ class Log:
         log.info("%s %s: %d%s tokens, %.2f s", self._path, how, size, out, time.monotonic() - self._begun)
 
 
-async def whole(job: Job, answer: Answer, worker: Worker, receive: Receive, line: Log) -> Response:
+async def whole(job: Job, answer: Writer, worker: Worker, receive: Receive, line: Log) -> Response:
     """The answer as one JSON object.
 
     Raises:
@@ -102,14 +102,16 @@ class EventStream(Response):
     """The answer as server-sent events.
 
     The status waits for the prompt: a request that fails before its first token is answered with the error's status.
-    If reading the prompt takes longer than a ping, the stream opens and pings.
+    If reading the prompt takes longer than a ping, or its reader asked to hear of it (`at_once`), the stream opens.
     """
 
-    def __init__(self, job: Job, answer: Answer, worker: Worker, ping_s: float, line: Log) -> None:
+    def __init__(
+        self, job: Job, answer: Writer, worker: Worker, ping_s: float, line: Log, *, at_once: bool = False
+    ) -> None:
         super().__init__(b"", 200, SSE_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._job, self._answer, self._worker, self._ping_s = job, answer, worker, ping_s
-        self._line = line
+        self._line, self._patience_s = line, 0.0 if at_once else ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self._job, self._worker, receive):
@@ -119,7 +121,7 @@ class EventStream(Response):
                 self._line.end("client left")
 
     async def _stream(self, body: _Body) -> None:
-        patience = time.monotonic() + self._ping_s
+        patience = time.monotonic() + self._patience_s
         while True:
             events = await self._job.outbox.take(self._ping_s)
             if not events:
@@ -138,26 +140,16 @@ class EventStream(Response):
 
     def _encoded(self, event: Event) -> bytes:
         if isinstance(event, Reading):
-            return b": read %d of %d tokens\n\n" % (event.done, event.total)
+            return self._answer.reading(event)
         if isinstance(event, Started):
-            return b"".join(map(sse, self._answer.first()))
-        if isinstance(event, Delta):
-            return sse(self._answer.delta(event))
-        if isinstance(event, CallDelta):
-            return b"".join(map(sse, self._answer.call(event)))
+            return self._answer.opening()
+        if isinstance(event, (Delta, CallDelta)):
+            return self._answer.piece(event)
         if isinstance(event, Finished):
             self._line.end(event.reason, event.tokens)
-            return b"".join(map(sse, self._answer.last(event))) + DONE
+            return self._answer.closing(event)
         self._line.end(f"failed: {failure(event.error)}")
-        return sse(error_body(failure(event.error))) + DONE
-
-
-def sse(value: object) -> bytes:
-    """One event. JSON in one line has no line breaks of its own."""
-    return b"data: " + json_bytes(value) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
+        return self._answer.failure(failure(event.error))
 
 
 class _Body:

@@ -26,7 +26,7 @@ from ds4.posttrain.decisions import decision
 from ds4.posttrain.log import append, row_bytes
 from ds4.server.fields import Fields
 from ds4.server.job import Job
-from ds4.server.openai import asked_of, read_chat
+from ds4.server.openai import ask_chat, read_chat
 from ds4.server.outbox import Finished
 from ds4.server.request import Generation, Limits
 from ds4.server.requests_log import Exchange
@@ -379,7 +379,7 @@ def test_the_log_knows_what_the_prompt_was_made_of() -> None:
         fields = Fields({"messages": QUESTION, "tools": [tool("wx", strict=True)], **more})
         engine = StandIn()
         generation = read_chat(fields, engine, Limits())
-        asked = asked_of(fields, chat=True)
+        asked = ask_chat(fields, engine, Limits()).logged
         assert ("tools" in asked) == ("tool_choice" not in more)
         assert prompt_ids(asked, engine) == list(generation.prompt_ids)
         correction = Correction(

@@ -1,0 +1,111 @@
+"""Responses that may be gone on with: in memory, bounded by count and bytes, the longest unused going first.
+
+A response holds what was new in its request and what was answered; what came before is its predecessor's. Looking a
+conversation up uses all of it, so that a living one goes as a whole or not at all, as long as it fits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds4.server.errors import HttpError, json_bytes
+
+Item = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A response, and what was new in its request. `previous`: the id of what it goes on with."""
+
+    response: Mapping[str, Any]
+    items: Sequence[Item]
+    previous: str | None
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(json_bytes(self.response)) + len(json_bytes(list(self.items))))
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+
+class ResponseStore:
+    """Any thread may call any method.
+
+    Args:
+        most: responses.
+        most_bytes: of their JSON. One that is larger by itself is not kept.
+    """
+
+    def __init__(self, most: int = 1024, most_bytes: int = 64 << 20) -> None:
+        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # the longest unused first
+        self._lock = threading.Lock()
+
+    def put(self, kept: Kept) -> None:
+        with self._lock:
+            if kept.size > self._most_bytes:
+                return
+            self._kept[kept.id] = kept
+            self._bytes += kept.size
+            while len(self._kept) > self._most or self._bytes > self._most_bytes:
+                self._bytes -= self._kept.popitem(last=False)[1].size
+
+    def get(self, response_id: str) -> Kept:
+        """
+        Raises:
+            HttpError: 404, it is not kept.
+        """
+        with self._lock:
+            return self._found(response_id, None)
+
+    def delete(self, response_id: str) -> None:
+        """
+        Raises:
+            HttpError: 404, it is not kept.
+        """
+        with self._lock:
+            self._bytes -= self._found(response_id, None).size
+            del self._kept[response_id]
+
+    def before(self, response_id: str) -> list[Item]:
+        """Everything that was asked and answered up to a response, it too.
+
+        Raises:
+            HttpError: 404, it or one before it is not kept; names the one.
+        """
+        with self._lock:
+            chain: list[Kept] = []
+            following: str | None = response_id
+            while following is not None:
+                chain.append(self._found(following, "previous_response_id"))
+                following = chain[-1].previous
+        items: list[Item] = []
+        for kept in reversed(chain):
+            items += [*kept.items, *kept.response["output"]]
+        return items
+
+    def item(self, item_id: str) -> Item | None:
+        """An item by its id; None: it is not kept."""
+        with self._lock:
+            for kept in reversed(self._kept.values()):
+                items: list[Item] = [*kept.response["output"], *kept.items]
+                if found := next((item for item in items if item.get("id") == item_id), None):
+                    return found
+        return None
+
+    def _found(self, response_id: str, param: str | None) -> Kept:
+        kept = self._kept.get(response_id)
+        if kept is None:
+            where = "" if param is None else f"{param}: "
+            raise HttpError(
+                404, f"{where}there is no response {response_id!r:.80}: it was not stored, was deleted, or made room "
+                "for newer ones", "not_found" if param is None else "previous_response_not_found", param,
+            )  # fmt: skip
+        self._kept.move_to_end(response_id)
+        return kept

@@ -89,6 +89,11 @@ class Session:
         return self.state.position
 
     @property
+    def waiting(self) -> int:
+        """Tokens that `next` has ready, drawn by the settings of the last one."""
+        return len(self._waiting)
+
+    @property
     def counts(self) -> dict[str, int]:
         """Captures, replays and direct steps so far, and launches of a captured step."""
         return dict(vars(self._step.counts))

@@ -1,16 +1,14 @@
-"""A request on its way, and what the device's thread does with it: prefill, decode, text."""
+"""A request on its way: when it got how far, and what it has drawn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ds4.engine import Cancelled
-from ds4.server.outbox import Event, Finished, Outbox, Started
-from ds4.server.request import Generation, ServedEngine
-from ds4.server.stream import TextStream
+from ds4.server.outbox import Outbox
+from ds4.server.request import Generation
 
 
 @dataclass
@@ -34,6 +32,7 @@ class Job:
 
     Attributes:
         drawn: tokens of the answer so far, the one that ended it too.
+        cached: tokens of the prompt that were not run again.
         times: how far it came when.
         sidecars: what was mounted when it was taken up.
     """
@@ -42,61 +41,6 @@ class Job:
         self.generation, self.outbox = generation, outbox
         self.cancelled = False
         self.drawn: list[int] = []
+        self.cached = 0
         self.times = Times()
         self.sidecars: Mapping[str, object] = {}
-
-    def answer(self, engine: ServedEngine, stopped: Callable[[], bool]) -> Finished:
-        """Prefill and decode; events go to the outbox, but for the last one, which is returned.
-
-        Args:
-            stopped: asked where `cancelled` is: between prefill chunks, and before every token.
-
-        Raises:
-            Cancelled: by the client, by a reader that is too slow, or because the server stops.
-        """
-        g = self.generation
-
-        def cancelled() -> bool:
-            return self.cancelled or stopped()
-
-        def put(event: Event) -> None:
-            if not self.outbox.put(event):
-                raise Cancelled
-
-        self.times.taken, self.sidecars = time.monotonic(), engine.sidecars
-        if cancelled():
-            raise Cancelled
-        session = engine.session()
-        session.sync(g.prompt_ids, cancelled=cancelled)
-        self.times.read = time.monotonic()
-        put(Started())
-        text = TextStream(
-            engine.tokenizer, in_reasoning=g.in_reasoning, stops=g.stops, calls=g.tools is not None,
-            one_call=g.tools is not None and g.tools.one,
-        )  # fmt: skip
-        reason = "length"
-        while text.tokens < g.max_tokens:
-            if cancelled():
-                raise Cancelled
-            token = session.next(g.sampling, left=g.max_tokens - text.tokens)
-            self.drawn.append(token)
-            if token == engine.config.eos_token_id or token in g.ends:
-                reason = "stop"
-                break
-            for delta in text.push(token, session.last if g.logprobs else None):
-                put(delta)
-            if text.stopped:
-                break
-        for delta in text.finish():
-            put(delta)
-        self.times.ended = time.monotonic()
-        if text.stopped or reason == "stop":
-            reason = "tool_calls" if text.called else "stop"
-        return Finished(reason, text.tokens, text.reasoning_tokens, session.report(), text.stop)
-
-
-def without_frames(error: BaseException | None) -> None:
-    """Take the frames off an error and off what led to it: they hold the session, and with it device memory."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

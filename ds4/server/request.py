@@ -5,12 +5,12 @@ Every API is read into one `Generation`; the worker and the text stream know not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ds4.engine import Sampling
-from ds4.engine.constraint import Constrained
+from ds4.engine import Ask, Sampling
+from ds4.engine.constraint import Constrained, TokenConstraint
 from ds4.model.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -37,12 +37,17 @@ class ServedToken(Protocol):
 
 
 class ServedSession(Protocol):
-    """One timeline; see ds4.engine.Session. `last`: what `next` returned, with its log-probabilities."""
+    """One timeline; see ds4.engine.Session. `last`: what `next` returned, with its log-probabilities; `waiting`:
+    tokens that `next` has ready.
+    """
 
     @property
     def last(self) -> ServedToken | None: ...
+    @property
+    def waiting(self) -> int: ...
 
-    def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> object: ...
+    def reading(self, tokens: Sequence[int]) -> Generator[tuple[int, int], None, object]: ...
+    def constrain(self, constraint: TokenConstraint | None) -> None: ...
     def next(self, sampling: Sampling, *, left: int | None = None) -> int: ...
     def report(self) -> Mapping[str, object]: ...
 
@@ -64,6 +69,8 @@ class ServedEngine(ServedModel, Protocol):
     """ds4.engine.Engine, or a stand-in of a dozen lines."""
 
     def session(self) -> ServedSession: ...
+    def draw(self, asks: Sequence[Ask]) -> Sequence[Exception | None]: ...
+    def drop_idle(self) -> None: ...
     def device_memory(self) -> tuple[int, int] | None: ...
     def close(self) -> None: ...
 

@@ -1,10 +1,12 @@
-"""The one thread that owns the device: it loads the model and runs requests, first come, first served.
+"""The one thread that owns the device: it loads the model and runs requests, several at a time (turns.py), and takes
+them up first come, first served.
 
-The thread never waits for a socket (outbox.py) and looks for cancellation between prefill chunks and before every
-decode step. Each request starts from an empty timeline, so its tokens do not depend on those before it.
+The thread never waits for a socket (outbox.py) and looks for cancellation once a turn: a prefill chunk and a decode
+step. A request's tokens do not depend on those beside it (Engine.draw).
 
-Between two requests it takes orders (orders.py): other sidecars are mounted, or the engine is closed and the device
-lent until its borrower gives it back or is heard of no more. Requests wait meanwhile; none is refused because of it.
+When none runs it takes orders (orders.py): other sidecars are mounted, or the engine is closed and the device
+lent until its borrower gives it back or is heard of no more. Requests wait meanwhile, also while those under way come
+to their end; none is refused because of it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from ds4.engine import Cancelled, Sampling
 from ds4.engine.sampling import Penalties
 from ds4.errors import DeviceError, Ds4Error
 from ds4.server.errors import HttpError, overloaded, stopping
-from ds4.server.job import Job, without_frames
+from ds4.server.job import Job
 from ds4.server.logs import request_id
 from ds4.server.orders import Lease, Lend, Reload, lease_over, lent_already
 from ds4.server.outbox import Event, Failed
 from ds4.server.request import Card, Progress, ServedEngine
+from ds4.server.run import Prefixes, Run
+from ds4.server.turns import Turns
 
 log = logging.getLogger("ds4.server")
 WARM_TOKENS, WARM_DRAWS = 40, 4
@@ -45,7 +49,8 @@ def warm_up(engine: ServedEngine) -> None:
     """
     session, bos = engine.session(), engine.config.bos_token_id
     most = engine.config.max_position_embeddings - 2 * WARM_DRAWS
-    session.sync([bos] * max(1, min(WARM_TOKENS, most)), cancelled=lambda: False)
+    for _ in session.reading([bos] * max(1, min(WARM_TOKENS, most))):
+        pass
     plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)  # this way all kernels of drafts run
     penalties = Penalties(presence=0.1, logit_bias=((bos, 0.1),))
     for sampling in (plain, replace(plain, penalties=penalties, top=1)):
@@ -62,7 +67,9 @@ class Worker:
 
     Args:
         open_engine: called in the worker's thread with a progress callback.
-        queue: requests that may wait while one runs.
+        queue: requests that may wait while others run.
+        sessions: requests that run at a time.
+        prefixes: what is kept of prompts.
         on_failed: called in the worker's thread if the model cannot be loaded; `error` says why.
         remount: gives an engine the sidecars that its folders have now; the engine is as it was if that fails.
         settle: gives back device memory that nobody refers to any more.
@@ -86,7 +93,10 @@ class Worker:
         remount: Callable[[ServedEngine], None] = lambda engine: None,
         settle: Callable[[], object] = gc.collect,
         step_s: float = 120.0,
+        sessions: int = 1,
+        prefixes: Prefixes | None = None,
     ) -> None:
+        self._turns, self._prefixes = Turns(self, sessions, prefixes), prefixes
         self._open, self._limit, self._on_failed = open_engine, queue, on_failed
         self._remount, self._settle = remount, settle
         self._step_s, self._stepped = step_s, time.monotonic()
@@ -95,7 +105,7 @@ class Worker:
         # one thread may take its lock twice: a signal's handler asks for a reload, whatever it interrupts
         self._change = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: list[Job] = []
         self._marks: WeakKeyDictionary[Job, str | None] = WeakKeyDictionary()  # ids of requests that wait
         self._reloads: deque[Reload] = deque()
         self._lend: Lend | None = None  # asked for, not done yet
@@ -119,11 +129,10 @@ class Worker:
         device needs to notice."""
         with self._change:
             self._stopping = True
-            for job in (self._running, *self._waiting):
-                if job is not None:
-                    end = Failed(stopping())
-                    self.on_end(job, end)
-                    job.outbox.put(end)
+            for job in (*self._running, *self._waiting):
+                end = Failed(stopping())
+                self.on_end(job, end)
+                job.outbox.put(end)
             self._fail_orders(stopping())
             self._change.notify_all()
 
@@ -139,7 +148,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return int(self._running is not None)
+        return len(self._running)
 
     @property
     def well(self) -> bool:
@@ -155,8 +164,10 @@ class Worker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the running request's last step (a prefill chunk, a token, or its begin); 0: none runs."""
-        return 0.0 if self._running is None else max(0.0, time.monotonic() - self._stepped)
+        """Seconds since the last step of any running request (a prefill chunk, a token, or its begin); 0: none
+        runs.
+        """
+        return max(0.0, time.monotonic() - self._stepped) if self._running else 0.0
 
     def served(self) -> Card:
         """What requests are read by.
@@ -179,8 +190,8 @@ class Worker:
         """
         if self._stopping:
             raise stopping()
-        # one may run or be about to: it does not count as waiting
-        if len(self._waiting) + self.running >= self._limit + 1:
+        # as many may run or be about to: they do not count as waiting
+        if len(self._waiting) + self.running >= self._limit + self._turns.most:
             raise overloaded(f"{self._limit} requests are waiting already; try again later", "queue_full", 1)
 
     def submit(self, job: Job) -> None:
@@ -305,16 +316,15 @@ class Worker:
                 self._on_failed()
             return
         log.info("model %s is loaded", self.served().name)
-        while (work := self._take()) is not None:
-            if isinstance(work, Reload):
-                self._reload(work)
-            elif isinstance(work, Lend):
-                self._lend_out(work)
+        while (order := self._take()) is not None:
+            assert self.engine is not None
+            if isinstance(order, Reload):
+                self._reload(order)
+            elif isinstance(order, Lend):
+                self._lend_out(order)
             else:
-                assert self.engine is not None
-                self._run(self.engine, work)
-                with self._change:
-                    self._running = None
+                self._turns.turn(self.engine)
+        self._turns.stop(stopping())
         if self.engine is not None:
             self.engine.close()
 
@@ -329,27 +339,44 @@ class Worker:
         if self._stopping:
             raise _Stopped
 
-    def _take(self) -> Job | Reload | Lend | None:
-        """What comes next; None: the end."""
+    def _take(self) -> Reload | Lend | Turns | None:
+        """What comes next, when those that may begin have begun; None: the end."""
         with self._change:
             while not self._stopping:
-                first = self._waiting[0] if self._waiting else None
-                if self._reloads:
-                    return self._reloads.popleft()
-                if self._lend is not None and self._lend.may_go(first):
-                    return self._lend
-                if first is not None:
-                    self._stepped = time.monotonic()
-                    self._running = self._waiting.popleft()
-                    return self._running
+                due = self._due()
+                while due is None and self._waiting and self._turns.open:
+                    self._begin(self._waiting.popleft())
+                    due = self._due()
+                if self._turns.runs:
+                    return self._turns
+                if due is not None:
+                    if due is not self._lend:
+                        self._reloads.popleft()
+                    return due
                 self._change.wait()
             return None
+
+    def _due(self) -> Reload | Lend | None:
+        """The order that is to be carried out before another request begins."""
+        if self._reloads:
+            return self._reloads[0]
+        first = self._waiting[0] if self._waiting else None
+        return self._lend if self._lend is not None and self._lend.may_go(first) else None
+
+    def _begin(self, job: Job) -> None:
+        assert self.engine is not None
+        if not self._running:
+            self._stepped = time.monotonic()
+        self._running.append(job)
+        self._turns.begin(self.engine, job, self._marks.pop(job, None))
 
     def _reload(self, order: Reload) -> None:
         """Other sidecars, or those of before if that fails; whoever asked hears of it."""
         if not order.future.set_running_or_notify_cancel():
             return
         assert self.engine is not None
+        if self._prefixes is not None:
+            self._prefixes.forget()
         try:
             self._remount(self.engine)
         except Exception as e:
@@ -411,6 +438,8 @@ class Worker:
     def _close(self) -> None:
         engine, self.engine = self.engine, None
         assert engine is not None
+        if self._prefixes is not None:
+            self._prefixes.forget()
         try:
             engine.close()
         except Exception:
@@ -426,30 +455,26 @@ class Worker:
         except Exception:
             log.exception("giving back device memory failed")
 
-    def _run(self, engine: ServedEngine, job: Job) -> None:
-        """One request to its end; whatever happens, its outbox hears of it."""
-        end: Event
-        request_id.set(self._marks.pop(job, None))  # of this thread: its lines say which request they are about
-        try:
-            end = job.answer(engine, self._step)
+    def stepped(self) -> None:
+        """That it is told shows that the device works."""
+        self._stepped = time.monotonic()
+
+    def ended(self, run: Run, end: Event) -> None:
+        """A run's end, to whoever hears of it."""
+        if isinstance(end, Failed):
+            self._device_errors += isinstance(end.error, DeviceError)
+            if self._stopping and isinstance(end.error, Cancelled):
+                end = Failed(stopping())
+        else:
             self._device_errors = 0
-        except Cancelled:
-            end = Failed(stopping() if self._stopping else Cancelled())
-        except Exception as e:
-            self._device_errors += isinstance(e, DeviceError)
-            if not isinstance(e, Ds4Error):
-                log.exception("a request failed")
-            without_frames(e)
-            end = Failed(e)
-        request_id.set(None)
-        self._note_memory(engine)
+        job = run.job
+        del run  # its session: the memory that is in use is what is left
+        assert self.engine is not None
+        self._note_memory(self.engine)
         self.on_end(job, end)
         job.outbox.put(end)
-
-    def _step(self) -> bool:
-        """Asked between two steps: whether to stop. That it is asked shows that the device works."""
-        self._stepped = time.monotonic()
-        return self._stopping
+        with self._change:
+            self._running.remove(job)
 
     def _note_memory(self, engine: ServedEngine) -> None:
         """Ask the device in the thread that owns it; it may be in no state to answer."""

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import openai
 
-from ds4.engine import Cancelled, Sampling
+from ds4.engine import Ask, Sampling
+from ds4.engine.constraint import TokenConstraint
 from ds4.model import tokenizer as names
 from ds4.model.tokenizer import CONTROL, NORMAL, UNUSED, Tokenizer
 from ds4.server.app import make_app
@@ -25,6 +26,7 @@ from ds4.server.listen import listen, make_server
 from ds4.server.reports import Reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
+from ds4.server.run import Prefixes
 from ds4.server.worker import Worker
 
 ADDED = (names.BOS, names.EOS, names.PAD, names.SYSTEM, names.USER, names.ASSISTANT, names.THINK, names.END_THINK,
@@ -92,12 +94,20 @@ class StandIn:
     closed: bool = False
     prompts: list[list[int]] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)  # rows of those that several shared
     sessions: weakref.WeakSet[StandInSession] = field(default_factory=weakref.WeakSet)
 
     def session(self) -> StandInSession:
         made = StandInSession(self)
         self.sessions.add(made)
         return made
+
+    def draw(self, asks: Sequence[Ask]) -> list[Exception | None]:
+        self.passes.append(len(asks))
+        return [None] * len(asks)
+
+    def drop_idle(self) -> None:
+        pass
 
     def device_memory(self) -> tuple[int, int] | None:
         return (3 << 20, 8 << 20)
@@ -110,13 +120,20 @@ class StandInSession:
     def __init__(self, engine: StandIn) -> None:
         self.engine, self.drawn = engine, 0
         self.last: StandInToken | None = None
+        self.constraint: TokenConstraint | None = None
 
-    def sync(self, tokens: Sequence[int], *, cancelled: Callable[[], bool]) -> None:
-        for chunk in range(0, len(tokens), 64):
-            self.engine.before_chunk(chunk // 64)
-            if cancelled():
-                raise Cancelled
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    def reading(self, tokens: Sequence[int]) -> Generator[tuple[int, int], None, None]:
+        for at in range(0, len(tokens), 64):
+            yield at, len(tokens)
+            self.engine.before_chunk(at // 64)
         self.engine.prompts.append(list(tokens))
+
+    def constrain(self, constraint: TokenConstraint | None) -> None:
+        self.constraint = constraint
 
     def next(self, sampling: Sampling, *, left: int | None = None) -> int:
         self.engine.before_token(self.drawn)
@@ -126,6 +143,8 @@ class StandInSession:
         i = self.drawn - 1
         token = script[i % len(script)] if self.engine.endless else [*script, EOS][i]
         self.last = self.engine.told(i, token, sampling.top)
+        if self.constraint is not None:
+            self.constraint.advance(token)
         return token
 
     def report(self) -> dict[str, object]:
@@ -192,13 +211,16 @@ def serve(
     step_s: float = 120.0,
     cors: str | None = None,
     reports: Reports | None = None,
+    sessions: int = 1,
+    prefixes: Prefixes | None = None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
     connections: Connections = {}
     worker = Worker(
-        open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle, step_s=step_s
-    )
+        open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle, step_s=step_s,
+        sessions=sessions, prefixes=prefixes,
+    )  # fmt: skip
     app = make_app(worker, limits, api_key, connections, requests, admin_key, cors, reports)
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import socket
@@ -14,15 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds4.engine import Sampling
 from ds4.errors import CapacityError, DeviceError, RequestError
 from ds4.server.errors import status_of
 from ds4.server.fields import Fields
-from ds4.server.job import Job
 from ds4.server.openai import read_chat, read_completion
-from ds4.server.outbox import Failed, Outbox
-from ds4.server.request import Generation, Limits
-from ds4.server.worker import Worker
+from ds4.server.request import Limits
 from tests.server.standin import TOKENIZER, Served, StandIn, StandInConfig, events, ids_of, serve, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -360,22 +355,6 @@ def test_failures_of_the_device() -> None:
         at["token"] = -1
         assert server.chat().json()["choices"][0]["message"]["content"] == "hello"
         assert server.get("/health").status_code == 200
-
-
-def test_a_failed_job_holds_no_session() -> None:
-    """Its error still waits for a reader; the session, and with it device memory, is gone."""
-
-    def fail(i: int) -> None:
-        raise DeviceError("fire")
-
-    async def failed() -> Outbox:
-        engine, outbox = StandIn(ids_of("x"), before_token=fail), Outbox(100)
-        Worker(lambda progress: engine, 1)._run(engine, Job(Generation([5], Sampling(), 1), outbox))
-        assert len(engine.sessions) == 0
-        assert isinstance((await outbox.take())[-1], Failed)
-        return outbox
-
-    asyncio.run(failed())
 
 
 def test_statuses() -> None:

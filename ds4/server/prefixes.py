@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary, ref
@@ -44,6 +44,9 @@ class KeptSession(Protocol):
     def snapshot(self) -> SessionSnapshot: ...
     def restore(self, snapshot: SessionSnapshot) -> None: ...
     def rollback(self, position: int) -> None: ...
+    def reading(
+        self, tokens: Sequence[int], *, logits: str = "last", part: bool = False
+    ) -> Generator[tuple[int, int], None, object]: ...
 
 
 @dataclass(frozen=True)
@@ -148,21 +151,30 @@ class Prefixes:
         self._claims[cast(KeptSession, session)] = claim
         return session, kept
 
-    def legs(self, session: ServedSession, prompt_ids: Sequence[int]) -> list[int]:
-        """Where reading the prompt has to stop, `read` being called each time; the last is the prompt's end."""
-        claim = self._claims.get(cast(KeptSession, session))
-        if claim is None:
-            return [len(prompt_ids)]
-        return claim.model.rules.legs(claim.at, len(prompt_ids), claim.shared, self._least)
+    def reading(self, session: ServedSession, prompt_ids: Sequence[int]) -> Generator[tuple[int, int], None, None]:
+        """`Session.reading` of a prompt that `begin` was told of; its state is kept on the way and at the end.
 
-    def read(self, session: ServedSession, prompt_ids: Sequence[int]) -> None:
-        """The session has read as far as a leg: its state is kept."""
-        kept = cast(KeptSession, session)
+        Yields:
+            before each chunk: positions run, and all that will be run.
+
+        `close` between two chunks keeps what was read, where that can be gone on from.
+        """
+        kept, wanted, ran = cast(KeptSession, session), len(prompt_ids), 0
         claim = self._claims.get(kept)
-        if claim is None or kept.position < self._least or kept.position <= claim.at:
-            return
-        end = kept.position >= len(prompt_ids)
-        self._keep(kept, claim, write=end and not self._decoded)
+        legs = [wanted] if claim is None else claim.model.rules.legs(claim.at, wanted, claim.shared, self._least)
+        for end in legs:
+            last, count = end == wanted, 0
+            leg = kept.reading(prompt_ids[:end], logits="last" if last else "none", part=not last)
+            try:
+                for done, count in leg:
+                    yield ran + done, ran + count + wanted - end
+            except GeneratorExit:
+                leg.close()
+                self.ended(session)
+                raise
+            ran += count
+            if claim is not None and self._least <= kept.position and claim.at < kept.position:
+                self._keep(kept, claim, write=last and not self._decoded)
 
     def ended(self, session: ServedSession, *, sound: bool = True) -> None:
         """The answer is done, or was given up; `sound`: the session's state can be relied on."""

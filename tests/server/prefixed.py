@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from ds4.engine import Engine, Sampling, Session
 from ds4.server.prefixes import Prefixes
-from ds4.server.request import ServedEngine
+from ds4.server.request import ServedEngine, ServedSession
 
 GREEDY = Sampling()
 
@@ -23,30 +23,18 @@ class Answered:
     session: Session
 
 
-def read_part(session: Session, ids: Sequence[int], *, last: bool) -> int:
-    """A leg of a prompt; the positions that were run."""
-    ran = 0
-    for _, ran in session.reading(ids, logits="last" if last else "none", part=not last):
-        pass
-    return ran
-
-
 def read(prefixes: Prefixes, engine: Engine, ids: Sequence[int]) -> tuple[Session, int, int]:
     """A session that has read a prompt, tokens that it had already, positions that it ran."""
-    served, cached = prefixes.begin(cast(ServedEngine, engine), ids)
-    session: Any = served
+    session, cached = prefixes.begin(cast(ServedEngine, engine), ids)
     ran = 0
-    for end in prefixes.legs(session, ids):
-        ran += read_part(session, ids[:end], last=end == len(ids))
-        prefixes.read(session, ids)
-    return session, cached, ran
+    for _, all_ in prefixes.reading(session, ids):
+        ran = all_
+    return cast(Session, session), cached, ran
 
 
-def ask(
-    prefixes: Prefixes, engine: Engine, ids: Sequence[int], n: int, sampling: Sampling = GREEDY
-) -> Answered:
+def ask(prefixes: Prefixes, engine: Engine, ids: Sequence[int], n: int, sampling: Sampling = GREEDY) -> Answered:
     """A whole request."""
     session, cached, ran = read(prefixes, engine, ids)
     tokens = [session.next(sampling, left=n - i) for i in range(n)]
-    prefixes.ended(cast(Any, session))
+    prefixes.ended(cast(ServedSession, session))
     return Answered(tokens, cached, ran, session)

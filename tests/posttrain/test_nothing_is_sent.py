@@ -1,5 +1,6 @@
 """What is kept stays on this machine: nothing that runs can open a connection, but for those that ask a server of
-this machine how it is, or for its device; test_borrow.py shows that the latter goes to no other machine.
+this machine how it is, or for its device (test_borrow.py shows that the latter goes to no other machine), and
+`ds4 fetch`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import re
 from tests.test_floors import SOURCES, imports, module_of
 
 CLIENTS = re.compile(
-    r"(socket|ssl|http\.client|urllib\.request|ftplib|smtplib|poplib|imaplib|telnetlib|xmlrpc|requests|httpx|aiohttp)\b"
+    r"(socket|ssl|http\.client|urllib\.request|ftplib|smtplib|poplib|imaplib|telnetlib|xmlrpc|requests|httpx2?|aiohttp|huggingface_hub|hf_xet)\b"
 )
 CONNECTING = {"open_connection", "create_connection", "connect", "sendto", "create_datagram_endpoint"}
-# the socket that listens; `ds4 status` and the like, `ds4 doctor` and `ds4 nightly`, which ask this machine's server
-MAY = {"ds4.server.listen", "ds4.cli.service", "ds4.cli.probes", "ds4.posttrain.borrow"}
+# the socket that listens; `ds4 status` and the like, `ds4 doctor` and `ds4 nightly`, which ask this machine's server;
+# `ds4 fetch`, which asks a hub for files and sends it nothing but their names
+MAY = {"ds4.server.listen", "ds4.cli.service", "ds4.cli.probes", "ds4.posttrain.borrow", "ds4.hub.client"}
 
 
 def connections(module: str, text: str) -> list[str]:

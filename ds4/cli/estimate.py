@@ -95,7 +95,7 @@ def told(args: argparse.Namespace, found: Estimate, device: Device) -> dict[str,
     The memory that is available is asked for while this process runs, which is as large as an engine's without its
     model: what that takes is therefore out of the figure already.
     """
-    from ds4.engine.engine import free_bytes
+    from ds4.engine.budget import free_bytes
 
     available = free_bytes(device)
     budget = None if args.mem_budget_mb is None else args.mem_budget_mb << 20

@@ -111,6 +111,7 @@ def engine_of(args: argparse.Namespace, progress: Progress | None) -> Engine:
         zchain=args.zchain,
         posttrain=None if args.posttrain is None else resolve(args.posttrain),
         mem_budget_mb=args.mem_budget_mb,
+        sessions=getattr(args, "sessions", 1),
         progress=progress,
     )
 

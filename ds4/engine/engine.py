@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ds4.base.reader import Base
 from ds4.device import Device
+from ds4.engine.budget import StateBudget, free_bytes
 from ds4.engine.draft_weights import DraftWeights, draft_bytes, place_draft
 from ds4.engine.lane import Lane, SessionOptions
 from ds4.engine.layer import Numerics
@@ -118,7 +119,7 @@ class Engine:
             draft: without a seed, drafts are "drawn" from the draft head, or its likeliest tokens, "argmax".
             zchain: folder of a domain's sidecar, posttrain: of a post-training directory (docs/format.md): factors
                 of the experts' gains, and the first one's router biases. Draft stages stay as they are.
-                sequence's state, that together take more than this.
+            mem_budget_mb: refuse weights, and later sequences' states, that together take more than this.
             sessions: how many will be under way at once.
 
         Raises:
@@ -155,7 +156,9 @@ class Engine:
         bare = weights = place(base, dev, progress)
         if mounted is not None:
             weights = mount(bare, mounted, dev)
-        options = SessionOptions(Numerics(activations, kv), prefill, index_keys, chunk, graphs, left, draft)
+        options = SessionOptions(
+            Numerics(activations, kv), prefill, index_keys, chunk, graphs, StateBudget(dev, left), draft
+        )
         head = place_draft(base, dev, weights) if block else None
         return Engine(
             base, dev, tokenizer, weights, feed, options, Workspace(dev), head, block, draft_k, mounted, bare,
@@ -262,8 +265,8 @@ def draft_block(config: ModelConfig, dspark: bool, block: int | None, draft_k: i
 
 
 def _check_memory(base: Base, budget_mb: int | None, device: Device, extra: int) -> int | None:
-    """Weights must fit before the first upload (other engines die minutes later); what the budget leaves for a
-    sequence's state is returned, None without a budget.
+    """Weights must fit before the first upload (other engines die minutes later); what the budget leaves for the
+    sequences' states is returned, None without a budget.
     """
     need = placed_bytes(base) + extra
     if budget_mb is not None and need > budget_mb << 20:
@@ -275,19 +278,3 @@ def _check_memory(base: Base, budget_mb: int | None, device: Device, extra: int)
             "free memory or use a smaller base"
         )
     return None if budget_mb is None else (budget_mb << 20) - need
-
-
-def free_bytes(device: Device) -> int | None:
-    """What weights may be placed in now; None: nobody can say. Where host and device share memory it is MemAvailable:
-    page cache counts as free there, unlike in the driver's figure.
-    """
-    if not device.info.unified:
-        return device.free_bytes()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None

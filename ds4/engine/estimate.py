@@ -132,7 +132,7 @@ def estimate(
     if block:
         head = place_stages(_PaperPlacer(config, tensors, device), weights.embed, weights.head)
     drafts = grown()
-    seen = _Sequences(device, config, weights, head, replace(options, state_budget_bytes=None), block)
+    seen = _Sequences(device, config, weights, head, replace(options, budget=None), block)
     lanes = [seen.run(context) for _ in range(sessions)]
     sequences = grown()
     state, scratch = sum(lane.nbytes() for lane in lanes), seen.scratch.nbytes()

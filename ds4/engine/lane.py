@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from ds4.device import Device
+from ds4.engine.budget import StateBudget
 from ds4.engine.draft import Drafter
 from ds4.engine.draft_weights import DraftWeights
 from ds4.engine.layer import Numerics
@@ -35,7 +36,7 @@ class SessionOptions:
     index_keys: str
     chunk: int
     graphs: bool
-    state_budget_bytes: int | None = None
+    budget: StateBudget | None = None
     draft: str = "drawn"
 
 
@@ -49,7 +50,7 @@ class Lane:
         self.serial = next(SERIALS)
         self.options, self.weights, self.draft = options, weights, draft
         layout = kv_layout(config, options.numerics.kv)
-        self.state = SequenceState(device, config, layout, budget_bytes=options.state_budget_bytes)
+        self.state = SequenceState(device, config, layout, budget=options.budget)
         stages = config.num_nextn_predict_layers
         self.touched = device.zeros((config.num_hidden_layers + stages,), "u32")
         self.step = StepRunner(

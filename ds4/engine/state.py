@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
+from ds4.engine.budget import StateBudget
 from ds4.engine.ops.kv import KvLayout
 from ds4.errors import CapacityError, Ds4Error
 from ds4.model.config import ModelConfig
@@ -52,7 +53,7 @@ class SourceRows:
     partial: Buffer | None
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
     """Device state of one sequence. `position` counts the tokens that it holds; `written`: rows of positions below it
     may have been written since the sequence was empty.
@@ -71,7 +72,8 @@ class SequenceState:
     replayed_to: int = 0  # window rows before this position cannot be brought back by `rollback`
     version: int = 0  # rises where the sequence changes otherwise than by passes
     generation: int = 0  # rises with every buffer that moves, also where a growth fails half way
-    budget_bytes: int | None = None  # of device memory for this state; None: as much as there is
+    budget: StateBudget | None = None  # of device memory for this state and others; None: as much as there is
+    beside: int = 0  # bytes of the sequence that are not in this state, but count
 
     def __post_init__(self) -> None:
         c, dev = self.config, self.device
@@ -114,20 +116,17 @@ class SequenceState:
                 self.generation += 1
                 self.device.sync()
         self.capacity = capacity
+        self._hold()
 
     def _check_budget(self, tokens: int, capacity: int) -> None:
         """While it grows a source holds its old rows and its new ones; the largest source decides the peak."""
-        if self.budget_bytes is None:
+        if self.budget is None:
             return
         per_row = self.layout.compressed_bytes + self.layout.key_bytes
-        grown = [-(-capacity // rows.ratio) * per_row for rows in self.sources.values()]
+        grown = sum(-(-capacity // rows.ratio) * per_row for rows in self.sources.values())
         fixed = sum(b.nbytes for name, b in self._named().items() if not name.startswith(("comp.", "keys.")))
-        need = fixed + sum(grown)
-        if need > self.budget_bytes:
-            raise CapacityError(
-                f"{tokens} tokens need {need >> 20} MB of state, the budget leaves {self.budget_bytes >> 20} MB; "
-                "shorten the context or raise --mem-budget-mb"
-            )
+        fresh = grown if capacity > self.capacity else 0
+        self.budget.check(self, tokens, fixed + grown + self.beside, fresh)
 
     def take_from_budget(self, nbytes: int) -> None:
         """Something else of this sequence takes a part of the budget.
@@ -135,9 +134,13 @@ class SequenceState:
         Raises:
             CapacityError: what is left does not hold what there is already.
         """
-        if self.budget_bytes is not None:
-            self.budget_bytes -= nbytes
-            self._check_budget(self.capacity, self.capacity)
+        self.beside += nbytes
+        self._check_budget(self.capacity, self.capacity)
+        self._hold()
+
+    def _hold(self) -> None:
+        if self.budget is not None:
+            self.budget.hold(self, self.nbytes() + self.beside)
 
     def set_first(self, below: int, above: int) -> None:
         """Lowest existing window row of the layers below, and from, the last kv source."""

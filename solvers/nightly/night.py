@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ds4.base.reader import Base
 from ds4.device import Device
 from ds4.engine import Engine
-from ds4.engine.engine import free_bytes
+from ds4.engine.budget import free_bytes
 from ds4.engine.weights import placed_bytes
 from ds4.sidecar.files import GAIN_FP4, gain_bytes
 from ds4.sidecar.fingerprint import format_fingerprint, sidecar_fingerprint

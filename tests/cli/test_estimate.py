@@ -141,14 +141,14 @@ def test_what_does_not_fit_ends_with_1_and_what_to_do(
     argv = ["estimate", "-m", base, "--context", "512", "--chunk", "64"]
     assert run([*argv, "--mem-budget-mb", "1"]) == 1
     assert "--mem-budget-mb allows 1: raise it" in capsys.readouterr().out
-    monkeypatch.setattr("ds4.engine.engine.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("ds4.engine.budget.free_bytes", lambda device: 1 << 20)
     assert run(argv) == 1
     out = capsys.readouterr().out
     assert "1 MB are available" in out and "smaller --context" in out
     assert run([*argv, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["available"] == 1 << 20
-    monkeypatch.setattr("ds4.engine.engine.free_bytes", lambda device: None)  # nobody can say: no reason to refuse
+    monkeypatch.setattr("ds4.engine.budget.free_bytes", lambda device: None)  # nobody can say: no reason to refuse
     assert run(argv) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ds4.base.reader import Base
 from ds4.device import Device
 from ds4.engine import Engine, Sampling, prefill, state
+from ds4.engine import budget as budget_module
 from ds4.engine.layer import Pass
 from ds4.engine.weights import LayerWeights, placed_bytes
 from ds4.errors import CapacityError, DeviceError, Ds4Error, RequestError, UsageError
@@ -19,6 +21,7 @@ from tests.base.toys import toy_base, toy_dir
 from tests.engine.conftest import DATA
 from tests.engine.drafted import answer
 from tests.engine.test_against_teacher import prompt
+from tests.engine.test_bits import state_of
 
 
 def test_a_common_prefix_is_kept(engines: Callable[..., Engine]) -> None:
@@ -197,11 +200,12 @@ def test_the_budget_bounds_the_state_too(bases: Callable[[str], Path], fast_devi
     path = bases("oracle-e")
     weights = placed_bytes(Base.open(path, DATA / "oracle-e"))
     engine = Engine.open(path, engram_dir=DATA / "oracle-e", device=fast_device, mem_budget_mb=(weights >> 20) + 1)
-    assert engine.options.state_budget_bytes is not None and engine.options.state_budget_bytes < 1 << 20
+    budget = engine.options.budget
+    assert budget is not None and budget.limit is not None and budget.limit < 1 << 20
     state.LEAST_CAPACITY, least = 16, state.LEAST_CAPACITY
     try:
         session = engine.session()
-        session.state.budget_bytes = session.nbytes() + 4096
+        budget.limit = session.nbytes() + 4096
         with pytest.raises(CapacityError, match="MB of state"):
             session.sync([5] * 600)
         session.sync([5] * 12)
@@ -246,3 +250,46 @@ def test_a_prefill_that_fails_inside_a_chunk_leaves_an_empty_session(
     assert (session.position, session.tokens) == (0, [])
     session.sync(ids, chunk=80)
     assert np.array_equal(session.logits(), whole.logits())
+
+
+def test_the_budget_is_that_of_all_sequences(
+    bases: Callable[[str], Path], fast_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one holds another cannot have; what is given back can be had again."""
+    monkeypatch.setattr(state, "LEAST_CAPACITY", 16)
+    engine = Engine.open(bases("oracle-e"), engram_dir=DATA / "oracle-e", device=fast_device)
+    budget = engine.options.budget
+    assert budget is not None and budget.limit is None and budget.held == 0
+    first = engine.session()
+    first.sync([5] * 200)
+    assert budget.held == first.nbytes()
+    budget.limit = 2 * first.nbytes()
+    second = engine.session()
+    second.sync([5] * 12)
+    with pytest.raises(CapacityError, match="the budget leaves"):
+        second.sync([5] * 300)
+    del first
+    gc.collect()
+    with pytest.raises(CapacityError):  # its lane waits for the next session
+        second.sync([5] * 300)
+    engine.drop_idle()
+    second.sync([5] * 300)
+    assert budget.held == second.nbytes() <= budget.limit
+
+
+def test_the_last_of_shared_memory_is_left_to_the_machine(
+    bases: Callable[[str], Path], fast_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fast_device.info.unified:
+        pytest.skip("a device with memory of its own refuses by itself")
+    monkeypatch.setattr(state, "LEAST_CAPACITY", 16)
+    engine = Engine.open(bases("oracle-e"), engram_dir=DATA / "oracle-e", device=fast_device)
+    session = engine.session()
+    session.sync([5] * 20)
+    held = state_of(session)
+    monkeypatch.setattr(budget_module, "free_bytes", lambda device: budget_module.SPARE_BYTES + 1000)
+    with pytest.raises(CapacityError, match="are left to the machine"):
+        session.state.reserve(600)
+    assert state_of(session) == held
+    monkeypatch.setattr(budget_module, "free_bytes", lambda device: None)  # nobody can say
+    session.state.reserve(600)

@@ -23,7 +23,7 @@ class Prefixes(Protocol):
     def reading(
         self, session: ServedSession, prompt_ids: Sequence[int]
     ) -> Generator[tuple[int, int], None, object]: ...
-    def ended(self, session: ServedSession) -> None: ...
+    def ended(self, session: ServedSession, *, sound: bool = True) -> None: ...
     def forget(self) -> None: ...
 
 
@@ -97,9 +97,7 @@ class Run:
 
     def restart(self) -> None:
         """Give back what was read of the prompt, and begin again at the next `read`."""
-        if self._reading is not None:
-            self._reading.close()
-        self._session = self._reading = None
+        self.close(sound=False)
 
     def ask(self) -> Ask:
         """What it wants of a pass that others share."""
@@ -137,8 +135,8 @@ class Run:
         """It is over. `sound`: nothing went wrong with the session, which may be of use to a later prompt."""
         if self._reading is not None:
             self._reading.close()
-        elif self._session is not None and self._prefixes is not None and sound:
-            self._prefixes.ended(self._session)
+        if self._session is not None and self._prefixes is not None:
+            self._prefixes.ended(self._session, sound=sound)
         self._session = self._reading = None
 
     def _put(self, event: Event) -> None:

@@ -277,3 +277,56 @@ def test_logits_after_a_shared_pass_are_the_session_s_own(engines: Callable[...,
     while not runs[0].done:
         draw(engine, runs)
     assert np.array_equal(runs[0].session.logits(), one.session.logits())
+
+
+class OnlyThese:
+    """A constraint by hand: tokens whose id leaves `rest` modulo `of` after an even number of tokens, else any."""
+
+    def __init__(self, vocab: int, of: int, rest: int) -> None:
+        self.vocab, self.of, self.rest, self.count = vocab, of, rest, 0
+
+    def rows(self, ahead: Sequence[int]) -> np.ndarray:
+        bits = np.zeros((1 + len(ahead), -(-self.vocab // 32) * 32), np.uint32)
+        for i in range(1 + len(ahead)):
+            step = self.of if (self.count + i) % 2 == 0 else 1
+            bits[i, self.rest % step : self.vocab : step] = 1
+        words = bits.reshape(1 + len(ahead), -1, 32) << np.arange(32, dtype=np.uint32)
+        return words.sum(axis=2, dtype=np.uint32)
+
+    def valid(self, ahead: Sequence[int]) -> int:
+        for i, token in enumerate(ahead):
+            if (self.count + i) % 2 == 0 and token % self.of != self.rest:
+                return i
+        return len(ahead)
+
+    def advance(self, token: int) -> None:
+        self.count += 1
+
+    def rollback(self, count: int) -> None:
+        self.count -= count
+
+
+def test_each_row_has_its_own_mask(engines: Callable[..., Engine]) -> None:
+    engine = engines("oracle-e", sessions=3)
+    V = engine.config.vocab_size
+    masks: list[Callable[[], OnlyThese | None]] = [
+        lambda: OnlyThese(V, 7, 3), lambda: None, lambda: OnlyThese(V, 5, 1)
+    ]  # fmt: skip
+
+    def masked(i: int) -> Run:
+        run = begin(engine, "oracle-e", i, 9)
+        run.session.constrain(masks[i]())
+        return run
+
+    want = []
+    for i in range(3):
+        run = masked(i)
+        while not run.done:
+            run.session.next(run.sampling, left=run.count - len(run.drawn))
+            run.drawn.append(run.session.last)
+        want.append(run.drawn)
+    assert [d.token % 7 for d in want[0][::2]] == [3] * 5 and [d.token % 5 for d in want[2][::2]] == [1] * 5
+    runs = [masked(i) for i in range(3)]
+    while not runs[0].done:
+        assert draw(engine, runs) == [None] * 3
+    assert [r.drawn for r in runs] == want

@@ -2,7 +2,7 @@
 # Install ds4, start its server, ask it a question; or start, stop and look at the server.
 #
 #   bash install.sh [--dir D] [--model DIR|FILE] [--engram-dir E] [--host H] [--port N] [--no-start]
-#                   [--domain NAME|FOLDER|none]
+#                   [--domain NAME|FOLDER|none] [--hub OWNER/REPO[@REV] [--shards ...] [--endpoint URL] [--no-xet]]
 #   bash install.sh start [--domain NAME|FOLDER|none] [--dir D]
 #   bash install.sh stop|status [--dir D]
 #

@@ -136,6 +136,11 @@ class Base:
             raise MissingTensorError(f"{self.path}: engram table {g} of {len(self._refs)}")
         return self._refs[g]
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where other files of its checkpoint may lie: beside it, and beside its shards."""
+        return tuple(dict.fromkeys([self.path.parent, *(ref.path.parent for ref in self._refs)]))
+
     def tokenizer_data(self) -> tokens.TokenizerData:
         """What a tokenizer is built from."""
         return tokens.from_metadata(self.metadata, self.config.vocab_size, str(self.path))

@@ -3,7 +3,8 @@
 D/ds4.toml          settings of the server, the same names as its flags; mode 0600, it may hold a key
 D/venv              link to the Python environment in use: D/env/KEY, or one that was given
 D/env/KEY           environments, complete when .complete is in them
-D/models            embedded-KEY (a copy of the checkpoint that ds4 carries), and what was quantized: NAME-KEY.gguf
+D/models            embedded-KEY (a copy of the checkpoint that ds4 carries), what was quantized: NAME-KEY.gguf, and
+                    what was fetched: hub-OWNER--REPO
 D/sidecars/KEY/NAME copies of sidecars that were asked for by name
 D/var               locks, service.json, logs, admin.key (made by the server)
 """

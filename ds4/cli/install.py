@@ -23,6 +23,7 @@ from ds4.cli import service
 from ds4.cli.domain import NONE, Choice, as_before
 from ds4.cli.environment import make_environment, use_environment
 from ds4.cli.home import DEFAULT, HOST, PORT, Home, is_loopback, key_of
+from ds4.cli.install_hub import HubModel, add_flags, check_flags, choose_domain
 from ds4.cli.machine import check, disk, find_gpu, memory_for
 from ds4.cli.processes import file_error, locked, own_child
 from ds4.errors import Ds4Error, UsageError
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a base file (.gguf), or a checkpoint folder in the released layout, which is quantized into D first; "
         "default: the model of the last run, else the small one that ds4 carries with it",
     )  # fmt: skip
+    add_flags(p)
     p.add_argument("--engram-dir", metavar="E", help="where the two n-gram shards lie (default: beside the model)")
     p.add_argument("--host", metavar="H", help=f"address of the server (default {HOST}; another one gets a key)")
     p.add_argument("--port", type=int, metavar="N", help=f"port of the server (default {PORT})")
@@ -74,11 +76,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
     if args.port is not None and not 1 <= args.port <= 65535:
         raise UsageError(f"--port {args.port}: must be between 1 and 65535")
-    for name in ("dir", "model", "engram_dir", "host", "venv", "domain"):
+    for name in ("dir", "model", "hub", "shards", "endpoint", "engram_dir", "host", "venv", "domain"):
         value = getattr(args, name)
         if value is not None and not value.strip():  # an unset variable of a script, not the current folder
             raise UsageError(f"--{name.replace('_', '-')} is empty")
-    given = [f for f in ("model", "engram_dir", "host", "port", "no_start", "venv") if getattr(args, f)]
+    installing = ("model", "hub", "shards", "endpoint", "no_xet", "engram_dir", "host", "port", "no_start", "venv")
+    given = [f for f in installing if getattr(args, f)]
     if args.action != "install" and given:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(f"{flag} belongs to the installation: run install.sh {flag} ... without {args.action!r}")
@@ -86,6 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--domain belongs to the installation and to start, not to {args.action!r}")
     if args.json and args.action != "status":
         raise UsageError("--json belongs to status")
+    check_flags(args)
     return args
 
 
@@ -102,8 +106,8 @@ class Install:
         if self.home.root.exists() and not self.home.root.is_dir():
             raise UsageError(f"--dir {self.home.root}: is a file; name a folder")
         self._check_model_flag()
-        if self.args.domain is not None:
-            Choice.of(self.args.domain)
+        if self.args.domain is not None and self.args.hub is None:  # what a repository has is not known yet
+            choose_domain(self.home, str(self.home.settings().get("model", "")), self.args.domain)
         self.home.make()
         busy = f"another install (process {{pid}}) is at work in {self.home.root}; wait for it and try again"
         with locked(self.home.var / "install.lock", busy, wait_s=1.0):
@@ -182,7 +186,9 @@ class Install:
         given, before = self.args.model, self._text("model")
         engram = os.path.abspath(self.args.engram_dir) if self.args.engram_dir else None
         ours = Path(before).parent == self.home.models and Path(before).name.startswith(EMBEDDED)
-        if given is None and before and Path(before).is_file() and not ours:
+        if self.args.hub is not None:
+            model = self._from_hub()
+        elif given is None and before and Path(before).is_file() and not ours:
             model, engram = Path(before), engram or self._text("engram_dir") or None
             self._say(f"{model}, as before")
         elif given is None:
@@ -202,6 +208,15 @@ class Install:
             self.settings["engram_dir"] = engram
         if not self.args.no_start:
             _refuse(memory_for(model.name, model.stat().st_size))
+
+    def _from_hub(self) -> Path:
+        hub = HubModel(self.home, self.args)
+        planned = hub.plan()
+        if not self.args.no_start:  # before hours of it, not after
+            _refuse(memory_for(planned.base.name, planned.nbytes))
+        self._say(f"{planned.base} is there" if planned.complete else f"fetching {self.args.hub} into {hub.folder}")
+        hub.fetch()  # also of what is there: files that are gone or cut come again
+        return planned.base
 
     def _text(self, name: str) -> str:
         """A setting of ds4.toml that must be a string; empty if it is not there."""
@@ -255,7 +270,8 @@ class Install:
 
     def _domain(self) -> None:
         given = self.args.domain
-        chosen = as_before(self.home, self.settings) if given is None else Choice.of(given)
+        model = self.settings["model"]
+        chosen = as_before(self.home, self.settings) if given is None else choose_domain(self.home, model, given)
         mount(self.home, self.settings, chosen)
         if chosen.folder is not None:
             self._say(f"with the sidecar of domain {chosen.name}{', as before' if given is None else ''}")
@@ -355,7 +371,8 @@ def choose(home: Home, given: str) -> None:
         UsageError: no such domain, or nothing is installed there.
         Ds4Error: the model cannot mount it; the settings are what they were.
     """
-    chosen = Choice.of(given)
+    model = home.settings().get("model", "")
+    chosen = choose_domain(home, model if isinstance(model, str) else "", given)
     _require_installed(home)
     busy = f"an install (process {{pid}}) is at work in {home.root}; wait for it and try again"
     with locked(home.var / "install.lock", busy, wait_s=1.0):

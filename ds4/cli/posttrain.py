@@ -66,7 +66,7 @@ def points(args: argparse.Namespace) -> int:
             args.model = embedded_base(progress)
         args.engram_dir = args.engram_dir or embedded.checkpoint()
     base = Base.open(args.model, args.engram_dir)  # what needs no weights is said before they are loaded
-    tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
+    tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.folders)
     found, refused = decisions(given.rows, tokenizer, base.config.max_position_embeddings)
     problems = sorted([*given.problems, *refused], key=lambda p: p.line)
     total = len(given.rows) + len(given.problems)

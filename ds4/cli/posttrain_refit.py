@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model} is of model {ours}, {checkpoint} of model {theirs}: refit a base against the checkpoint "
             "that it was made from (--teacher)"
         )
-    tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
+    tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.folders)
     day = day_text(
         logged, Card(base.path.name, base.config, tokenizer, {}), length=args.length, tokens=args.tokens
     )  # fmt: skip

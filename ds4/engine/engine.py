@@ -146,7 +146,7 @@ class Engine:
         block = draft_block(base.config, dspark, dspark_block, draft_k)
         extra = (draft_bytes(base) if block else 0) + (mounted.stack.nbytes if mounted else 0)
         left = _check_memory(base, mem_budget_mb, opened, extra)
-        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
+        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.folders)
         stores = []
         for g in range(len(base.config.engram_layer_ids)):
             table = base.engram_table(g)

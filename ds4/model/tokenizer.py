@@ -94,7 +94,7 @@ class Tokenizer:
         merges: `"left right"`, best rank first.
         token_types: NORMAL, CONTROL (an added token flagged special) or USER_DEFINED (any other added one).
         json_text: the tokenizer.json it came from, or None.
-        folder: where the other files of its checkpoint may lie, or None.
+        folders: where the other files of its checkpoint may lie, looked into in this order.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Tokenizer:
         json_text: str | None,
         where: str,
     ) -> None:
-        self.folder: Path | None = None
+        self.folders: tuple[Path, ...] = ()
         self._backend = backend
         is_added = [k in (CONTROL, USER_DEFINED) for k in token_types]
         self.tokens = [OLD_NAMES.get(t, t) if a else t for t, a in zip(tokens, is_added, strict=True)]
@@ -148,7 +148,7 @@ class Tokenizer:
         except ValueError as e:
             raise FileFormatError(f"{p}: is not UTF-8 text ({e})") from e
         own = Tokenizer.from_json(text, config, where=str(p))
-        own.folder = p.parent
+        own.folders = (p.parent,)
         return own
 
     @staticmethod
@@ -173,7 +173,7 @@ class Tokenizer:
         """The fixed text around tool schemas: the released one, if the checkpoint's files have it, else our own."""
         from ds4.model.tools import OWN_TOOL_TEXT, load_tool_text  # which are made of this file's segments
 
-        return (load_tool_text(self.folder) if self.folder is not None else None) or OWN_TOOL_TEXT
+        return next(filter(None, map(load_tool_text, self.folders)), OWN_TOOL_TEXT)
 
     @staticmethod
     def from_parts(
@@ -218,9 +218,10 @@ class Tokenizer:
 
     @staticmethod
     def from_base(
-        data: BaseTokens, config: ModelConfig | None = None, where: str = "tokenizer.ggml", folder: Path | None = None
-    ) -> Tokenizer:
-        """From a base file's metadata: its tokenizer.json if it carries one, else the lists. `folder`: the file's.
+        data: BaseTokens, config: ModelConfig | None = None, where: str = "tokenizer.ggml",
+        folders: tuple[Path, ...] = (),
+    ) -> Tokenizer:  # fmt: skip
+        """From a base file's metadata: its tokenizer.json if it carries one, else the lists. `folders`: as it says.
 
         Raises:
             FileFormatError: as `from_parts`; or both are there and name a token differently.
@@ -234,7 +235,7 @@ class Tokenizer:
                     raise FileFormatError(
                         f"{where}: token {i} is {b!r} in the token list and {a!r} in ds4.tokenizer_json"
                     )
-        own.folder = folder
+        own.folders = folders
         return own
 
     @property

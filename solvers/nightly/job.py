@@ -94,7 +94,7 @@ class _Run:
         self._give_up_older()
         log = existing_folder(str(night.log))
         base = Base.open(night.base, night.engram_dir)
-        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.path.parent)
+        tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(base.path), base.folders)
         inputs = gather(
             log, night.day, night.n_days, night.corrections, tokenizer, base.config.max_position_embeddings
         )  # fmt: skip

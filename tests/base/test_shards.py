@@ -28,6 +28,8 @@ def test_shards_are_found_beside_the_base_or_in_the_folder_given(tmp_path: Path)
     shard = tmp_path / "model.safetensors"
     shutil.copy(toy_dir("oracle-a") / "model.safetensors", shard)
     assert open_in(tmp_path).engram_table(0).path == shard
+    assert open_in(tmp_path).folders == (tmp_path,)
+    assert open_in(tmp_path, toy_dir("oracle-a")).folders == (tmp_path, toy_dir("oracle-a"))  # words may lie there
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(FileFormatError, match=rf"model\.safetensors is not in {other}"):

@@ -366,7 +366,7 @@ def test_the_words_around_the_schemas(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model_tools, "SUFFIX_SHA256", model_tools._sha256(text.suffix))
     (tmp_path / "encoding.py").write_text(f"T = {text.prefix + '{schemas}' + text.suffix!r}")
     released = Tokenizer.from_parts(TOKENIZER.tokens, [], TOKENIZER.token_types)
-    released.folder = tmp_path
+    released.folders = (tmp_path / "elsewhere", tmp_path)
     assert load_tool_text(tmp_path) == text == released.tool_text
     with serve(StandIn(ids_of("ok"), tokenizer=released)) as server:
         ask(server, False)

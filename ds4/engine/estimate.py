@@ -33,6 +33,7 @@ from ds4.engine.scheduler import FixedDrafts
 from ds4.engine.scratch import Workspace
 from ds4.engine.session import Session
 from ds4.engine.state import SLACK
+from ds4.engine.together import Ask, Together
 from ds4.engine.weights import FORMATS, ModelWeights, Placer, kernel_constants, place_all
 from ds4.engram.store import Ticket
 from ds4.engram.tables import EngramTables
@@ -133,9 +134,11 @@ def estimate(
         head = place_stages(_PaperPlacer(config, tensors, device), weights.embed, weights.head)
     drafts = grown()
     seen = _Sequences(device, config, weights, head, replace(options, budget=None), block)
-    lanes = [seen.run(context) for _ in range(sessions)]
+    held = [seen.run(context) for _ in range(sessions)]
+    shared = seen.share(held)  # holds what shared passes need
     sequences = grown()
-    state, scratch = sum(lane.nbytes() for lane in lanes), seen.scratch.nbytes()
+    state, scratch = sum(session.nbytes() for session in held), seen.scratch.nbytes()
+    del shared
     return Estimate(
         weights=placed, sidecars=sidecars, draft_head=drafts, state=state, steps=sequences - state - scratch,
         scratch=scratch, peak=memory.peak, launches=seen.launches, context=context, sessions=sessions,
@@ -154,7 +157,23 @@ class _Sequences:
         self.scratch, self.feed = Workspace(device), _PaperFeed(config)
         self.launches = 0
 
-    def run(self, context: int) -> Lane:
+    def share(self, sessions: Sequence[Session]) -> Together:
+        """Passes that the sequences share, as many at a time as do."""
+        made = Together(
+            self.device, self.scratch, self.config, self.weights, cast("NgramFeed", self.feed), self.options
+        )  # fmt: skip
+        plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)
+        for session in sessions:
+            session.rollback(max(1, len(session.tokens) - EACH - 1))
+            session.next(plain)
+        for _ in range(EACH):
+            made.draw([Ask(session, plain) for session in sessions])
+            for session in sessions:
+                if len(session.tokens) < self.config.max_position_embeddings:
+                    session.next(plain)
+        return made
+
+    def run(self, context: int) -> Session:
         """One sequence to `context` tokens: the first prompt, then the last chunks of a long one, then every kind of
         step, penalised and with the likeliest tokens told.
         """
@@ -172,7 +191,7 @@ class _Sequences:
         lane.state.advance(len(session.tokens))
         self._decode(session, max(1, context - answer), context)
         lane.state.reserve(context)
-        return lane
+        return session
 
     def _decode(self, session: Session, prompt: int, length: int) -> None:
         """A prompt, and an answer that ends at `length` tokens or before."""

@@ -17,7 +17,7 @@ from ds4.cli.embedded_base import embedded_base
 from ds4.cli.main import run
 from ds4.device.context import Context
 from ds4.device.memory import Allocation
-from ds4.engine import Engine, Sampling
+from ds4.engine import Ask, Engine, Sampling
 from ds4.engine.estimate import estimate
 from ds4.engine.lane import SessionOptions
 from ds4.engine.layer import Numerics
@@ -92,11 +92,17 @@ def test_the_estimate_is_what_an_engine_then_takes(
         warm_up(engine)
         held = [engine.session() for _ in range(sessions)]
         for session in held:
-            session.sync([engine.config.bos_token_id] * (context - 8))
+            session.sync([engine.config.bos_token_id] * (context - 12))
             for penalties in (Penalties(), Penalties(presence=0.1)):
                 top = int(not penalties.neutral)
                 for _ in range(4):
                     session.next(Sampling(1.0, top_p=0.9, seeded=False, penalties=penalties, top=top))
+        if sessions > 1:
+            sampling = Sampling(1.0, top_p=0.9, seeded=False)
+            for _ in range(3):
+                engine.draw([Ask(session, sampling) for session in held])
+                for session in held:
+                    session.next(sampling)
         gc.collect()
         device.sync()
         assert sum(session.lane.nbytes() for session in held) == told["parts"]["state"]
@@ -125,7 +131,7 @@ def test_the_released_model_by_its_table() -> None:
     read = sum(n for name, n in table.items() if not name.startswith(("engram.", "v.")))
     assert small["weights"] + small["draft_head"] == pytest.approx(read, rel=0.005)
     assert large["state"] > 50 * small["state"]
-    assert two["state"] == 2 * small["state"] and two["scratch"] == small["scratch"]
+    assert two["state"] == 2 * small["state"] and two["scratch"] == pytest.approx(small["scratch"], rel=0.001)
     wide = released(4096, block=0, chunk=2048)
     assert wide["draft_head"] == 0 and wide["scratch"] > 2 * small["scratch"]
     for found in (small, large, two):

@@ -26,6 +26,7 @@ from ds4.server.messages import ask_messages
 from ds4.server.messages_answer import MessagesAnswer, messages_model, messages_models
 from ds4.server.metrics import CONTENT_TYPE, OTHER, Metrics
 from ds4.server.openai import ask_chat, ask_completion
+from ds4.server.openapi import document
 from ds4.server.outbox import Gone, Outbox
 from ds4.server.pages import Pages
 from ds4.server.reports import Reports
@@ -70,7 +71,7 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(worker)
     worker.on_end = metrics.end
-    routes = Routes(worker, limits, requests, metrics)
+    routes = Routes(worker, limits, requests, metrics, keyed=api_key is not None)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
@@ -79,6 +80,7 @@ def make_app(
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/messages", routes.messages, methods=["POST"], response_model=None)
     app.add_api_route("/v1/responses", routes.responses, methods=["POST"], response_model=None)
+    app.add_api_route("/openapi.json", routes.openapi, methods=["GET"], response_model=None)
     ResponseRoutes(routes.store).add_to(app)
     TextRoutes(worker, limits).add_to(app)
     Admin(worker, limits).add_to(app)
@@ -112,9 +114,12 @@ async def _route_error(request: Request, error: Exception) -> Response:
 class Routes:
     """The handlers, over one worker."""
 
-    def __init__(self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics) -> None:
+    def __init__(
+        self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics, *, keyed: bool
+    ) -> None:
         self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
         self._created = int(time.time())
+        self._keyed = keyed
         self.store = ResponseStore()
 
     async def health(self) -> Response:
@@ -146,6 +151,11 @@ class Routes:
 
     async def metrics(self) -> Response:
         return Response(await asyncio.to_thread(self._metrics.page), media_type=CONTENT_TYPE)
+
+    async def openapi(self) -> Response:
+        card = self._worker.card
+        context = None if card is None else card.config.max_position_embeddings
+        return json_response(document(self._limits, context, key=self._keyed))
 
     async def models(self, request: Request) -> Response:
         card = self._worker.served()

@@ -190,7 +190,7 @@ def _choice(fields: Fields) -> dict[str, Any]:
     kind = choice.raw.get("type")
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.needed("name")}}, **together}
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         known = ", ".join(["tool", *CHOICES])
         raise RequestError(f"tool_choice.type is {kind!r:.40}; known are {known}", "tool_choice.type")
     return {"tool_choice": CHOICES[kind], **together}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
 OTHER = "other"  # a path or a method that is none of ours
-METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 TICK = 1e-9  # seconds; a clock may not have moved
 RATES = (1, 3, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000, 10000)  # tokens/s

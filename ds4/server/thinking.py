@@ -115,9 +115,9 @@ def _budget(fields: Fields) -> int | None:
     """`thinking.budget_tokens`, or one of its other names."""
     nested = fields.nested("thinking") if isinstance(fields.raw.get("thinking"), dict) else None
     said = [
-        None if nested is None else nested.integer("budget_tokens", 1, 2**31 - 1),
-        fields.integer("max_thinking_tokens", 1, 2**31 - 1),
-        fields.integer("thinking_budget", 1, 2**31 - 1),
+        None if nested is None else nested.integer("budget_tokens", 0, 2**31 - 1),
+        fields.integer("max_thinking_tokens", 0, 2**31 - 1),
+        fields.integer("thinking_budget", 0, 2**31 - 1),
     ]
     budget: int | None = _one(said, "thinking.budget_tokens", "max_thinking_tokens, thinking_budget")
     return budget

@@ -245,6 +245,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": {}}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"metadata": 7}, "metadata"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),

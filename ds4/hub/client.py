@@ -32,6 +32,12 @@ from ds4 import __version__
 from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.hub.names import Piece, Repository, Sum, check_name, check_size
 
+XET = {  # of the chunk storage's library; what is not here is its default
+    "telemetry.enabled": False,
+    "reconstruction.download_buffer_size": 512 << 20,  # bytes ahead of us; a server may run beside
+    "reconstruction.download_buffer_limit": 512 << 20,
+    "reconstruction.download_buffer_perfile_size": 256 << 20,
+}
 SEGMENT = 4 << 30  # bytes a request: the hub's delivery network sends at most 50 GB at once
 PROGRESS = 1 << 20  # bytes after which a line counts as working again
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -227,9 +233,9 @@ class Hub:
 
         url = f"{self.endpoint}/api/models/{piece.repo}/xet-read-token/{piece.commit}"
         open_to_all = {name: value for name, value in self._headers.items() if name.lower() != "authorization"}
-        group = stream = None
+        stream = None
         try:
-            group = hf_xet.XetSession().new_download_stream_group(
+            group = hf_xet.XetSession(hf_xet.XetConfig().with_config(XET)).new_download_stream_group(
                 token_refresh_url=url, token_refresh_headers=self._headers, custom_headers=open_to_all
             )
             stream = group.download_stream(hf_xet.XetFileInfo(piece.xet, piece.size), start=at)

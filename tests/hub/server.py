@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of-a-test"
+CHUNK = 60_000  # bytes of a chunk in the storage
 Fault = Callable[["Handler", bytes, int, int], bool]  # (request, file, first, last): whether it has answered
 
 
@@ -39,6 +40,7 @@ class HubServer:
         self.page = 1000  # rows of a listing
         self.cdn = False
         self.xet: dict[str, str] = {}  # file -> its hash in the chunk storage
+        self.storage_flips = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.hub = self  # type: ignore[attr-defined]
@@ -51,6 +53,11 @@ class HubServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage(self) -> str:
+        """The chunk storage, on another host."""
+        return f"http://localhost:{self.port}/storage"
 
     def close(self) -> None:
         self._server.shutdown()
@@ -100,6 +107,13 @@ class Handler(BaseHTTPRequestHandler):
                 self._api(match[1], match[2], match[3], parse_qs(at.query))
             elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([0-9a-f]{40})/(.+)", path):
                 self._resolve(match[1], match[2], match[3])
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/xet-read-token/[0-9a-f]{40}", path):
+                told = {"accessToken": "of-the-storage", "exp": int(time.time()) + 3600, "casUrl": hub.storage}
+                self.send(200, json.dumps(told).encode())
+            elif match := re.fullmatch(r"/storage/v1/reconstructions/([0-9a-f]{64})", path):
+                self._reconstruction(match[1])
+            elif match := re.fullmatch(r"/xorb/([0-9a-f]{64})", path):
+                self._xorb(match[1])
             elif match := re.fullmatch(r"/cdn/([^/]+/[^/]+@[0-9a-f]{40})/(.+)", path):
                 if parse_qs(at.query).get("Signature") != ["s"]:
                     self.fail(403)
@@ -151,6 +165,46 @@ class Handler(BaseHTTPRequestHandler):
             self.send(302, b"", {"Location": address, "X-Linked-Etag": f'"{etag}"', "X-Repo-Commit": commit})
         else:
             self._bytes(name, data)
+
+    def _reconstruction(self, digest: str) -> None:
+        """What a file is made of: one container of chunks here, of which the range asked for takes some."""
+        data = self._stored(digest)
+        first, last = self._range(len(data))
+        if first >= len(data):
+            self.fail(416)
+            return
+        begin, end = first // CHUNK, last // CHUNK + 1
+        sizes = [min(CHUNK, len(data) - i) for i in range(0, len(data), CHUNK)]
+        at = [sum(8 + n for n in sizes[:i]) for i in range(len(sizes) + 1)]
+        chunks = {"start": begin, "end": end}
+        told = {
+            "offset_into_first_range": first - begin * CHUNK,
+            "terms": [{"hash": digest, "unpacked_length": sum(sizes[begin:end]), "range": chunks}],
+            "fetch_info": {digest: [{
+                "range": chunks, "url": f"http://localhost:{self.hub.port}/xorb/{digest}",
+                "url_range": {"start": at[begin], "end": at[end] - 1},
+            }]},
+        }  # fmt: skip
+        self.send(200, json.dumps(told).encode())
+
+    def _xorb(self, digest: str) -> None:
+        data = self._stored(digest)
+        if self.hub.storage_flips:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]  # version, size, coding (none), size again
+        body = b"".join(
+            b"\0" + len(c).to_bytes(3, "little") + b"\0" + len(c).to_bytes(3, "little") + c for c in chunks
+        )
+        self.part(body, *self._range(len(body)))
+
+    def _stored(self, digest: str) -> bytes:
+        name = next(name for name, mark in self.hub.xet.items() if mark == digest)
+        return next(files[name] for files in self.hub.commits.values() if name in files)
+
+    def _range(self, size: int) -> tuple[int, int]:
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
+        assert match
+        return int(match[1]), min(int(match[2]) if match[2] else size - 1, size - 1)
 
     def _bytes(self, name: str, data: bytes) -> None:
         hub, asked = self.hub, self.headers.get("Range")

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from email.utils import formatdate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,7 +293,12 @@ class Chunks:
         self.blocks, self.fails, self.calls, self.cancelled = blocks, fails, [], 0  # type: ignore[var-annotated]
         self.XetFileInfo = lambda digest, size: (digest, size)
 
-    def XetSession(self) -> Any:
+    def XetConfig(self) -> Any:
+        return SimpleNamespace(with_config=dict)
+
+    def XetSession(self, config: dict[str, Any]) -> Any:
+        assert config["telemetry.enabled"] is False
+
         def group(**how: Any) -> Any:
             return SimpleNamespace(download_stream=lambda info, start: self._stream(info, start, how))
 
@@ -342,3 +348,23 @@ def test_the_chunk_storage(
     assert said in heard.said and bool(server.asked) == bool(said) == bool(stand_in.cancelled)
     b"".join(Hub(server.url, xet=False, say=heard.lines.append).stream(one, 10))
     assert len(stand_in.calls) == 1
+
+
+def test_the_real_chunk_storage_library(
+    server: HubServer, heard: Heard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library itself, against a storage of one container; no byte over plain HTTP, and bytes as they come."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # where it logs
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    server.xet["a.gguf"] = "ab" * 32
+    hub = heard.hub(server)
+    one = piece(server, hub)
+    for start in (0, 59_999, 250_001):
+        assert b"".join(hub.stream(one, start)) == DATA[start:]
+    assert server.asked == [] and heard.lines == []
+    tokens = {(host.split(":")[0], token) for host, token in server.tokens}
+    assert tokens == {
+        ("127.0.0.1", f"Bearer {TOKEN}"), ("localhost", "Bearer of-the-storage"), ("localhost", None)
+    }  # fmt: skip
+    server.storage_flips = True
+    assert b"".join(hub.stream(one, 0)) != DATA  # it compares nothing: the sum of the file does (test_part.py)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from ds4.engine.keep import Saved
 from ds4.engine.keep_file import KeepError
-from ds4.errors import Ds4Error
 from ds4.server.prefix_folder import DiskFull, Found, PrefixFolder, remove
 from ds4.server.prefix_index import Candidate, Entry, PrefixIndex, chain_of
 
@@ -138,11 +137,7 @@ class PrefixStore:
             ):
                 raise KeepError(path, "broken", "is not the text that was written there")
         except KeepError as e:
-            self.refuse(e.reason, str(e))
-            with self._lock:
-                self._index.remove(entry)
-            if e.useless:
-                remove(path)
+            self.drop(entry, e.reason, str(e), unlink=e.useless)
             return None
         except MemoryError:
             self.refuse("memory", f"{path}: no memory for its {entry.file_bytes >> 20} MB")
@@ -151,13 +146,14 @@ class PrefixStore:
             self._hold(entry, saved)
         return saved
 
-    def unfit(self, entry: Entry, error: Ds4Error) -> None:
-        """A session did not take it: nobody is offered it again."""
-        self.refuse("unfit", f"a kept text is not used: {error}")
+    def drop(self, entry: Entry, reason: str, why: str, *, unlink: bool = True) -> None:
+        """Nobody is offered it again, and its file goes."""
+        self.refuse(reason, why)
         with self._lock:
+            path, entry.path, entry.saved = entry.path, None, None
             self._index.remove(entry)
-        if entry.path is not None:
-            remove(entry.path)
+        if path is not None and unlink:
+            remove(path)
 
     def add(
         self, entry: Entry, saved: Saved, before: Sequence[Entry], *, write: bool, replaced: Entry | None
@@ -169,9 +165,10 @@ class PrefixStore:
         with self._lock:
             entry.writing = write  # found again in a file, if it is too large for memory
             self._index.add(entry)
+            if saved.nbytes <= self._most:
+                for old in before:
+                    self._let_go(old)  # its file goes when there is a new one
             self._stats.stored += self._hold(entry, saved)
-            for old in before:
-                self._let_go(old)  # its file goes when there is a new one
             if entry.saved is None and not write:
                 self._index.remove(entry)
         if write:
@@ -273,8 +270,14 @@ class PrefixStore:
         folder = self._folder
         if folder is None:
             return
+        if replaced is not None:  # first: the folder need not hold both, and it is no loss if the new one fails
+            with self._lock:
+                old, replaced.path = replaced.path, None
+                self._let_go(replaced)
+            if old is not None:
+                remove(old)
         self._fit_disk(saved.nbytes)
-        path, problem = None, ""
+        path = None
         try:
             path, size = folder.write(saved, entry.identity, entry.chain)
         except OSError as e:
@@ -296,12 +299,6 @@ class PrefixStore:
                 return
             self._stats.written += 1
             entry.path, entry.file_bytes = path, size
-            old = replaced.path if replaced is not None else None
-            if replaced is not None:
-                replaced.path = None
-                self._let_go(replaced)
-        if old is not None:
-            remove(old)
         self._fit_disk(0)  # a file is a little longer than its text
 
     def _fit_disk(self, coming: int) -> None:

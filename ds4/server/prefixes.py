@@ -144,7 +144,7 @@ class Prefixes:
                 self._store.refuse("memory", f"no room on the device for a kept text: {e}")
                 session = engine.session()
             except Ds4Error as e:
-                self._store.unfit(found.candidate.entry, e)
+                self._store.drop(found.candidate.entry, "unfit", f"a kept text is not used: {e}")
                 session = engine.session()
             else:
                 kept = self._go_on(claim, found)
@@ -240,7 +240,8 @@ class Prefixes:
                     continue
                 common = common_prefix(saved.tokens, claim.prompt)
                 if common < least:
-                    self._store.refuse("other_text", "a kept text has the hashes of a prompt, and other tokens")
+                    self._store.drop(c.entry, "other_text", "a kept text has a prompt's hashes and other tokens")
+                    continue
                 kept = rules.kept(c.mark, common, wanted)
                 if kept > so_far:
                     best = _Match(c, saved, common, kept, on_disk)

@@ -1,0 +1,230 @@
+"""Prompts that go on from earlier ones: the same answers to the bit; what is kept, found, refused and thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from ds4.engine import Engine
+from ds4.errors import CapacityError, Ds4Error
+from ds4.server.prefix_folder import PrefixFolder
+from ds4.server.prefix_index import BLOCK
+from ds4.server.prefixes import Model, Prefixes
+from ds4.server.request import ServedEngine
+from tests.base.toys import toy_base, toy_dir
+from tests.conftest import opened
+from tests.engine.drafted import more, settled
+from tests.engine.test_against_teacher import prompt
+from tests.server.prefixed import FakeEngine, FakeSession, ask, kept_texts, model, served, text_of
+
+# ---- the same bits, on the real engine
+
+
+def same_answers(prefill: str, dspark: bool, prompts: Sequence[list[int]], want_cached: Sequence[int]) -> None:
+    engine = Engine.open(
+        toy_base("oracle-e", bits=9), engram_dir=toy_dir("oracle-e"), device=opened("fast", "greedy"),
+        prefill=prefill, chunk=16, dspark=dspark,
+    )  # fmt: skip
+    prefixes = Prefixes(1 << 30, least=16)
+    cached = []
+    for ids in prompts:
+        got = ask(prefixes, engine, ids, 8)
+        fresh = engine.session()
+        fresh.sync(ids)
+        assert got.tokens == more(fresh, 8)
+        assert settled(got.session) == settled(fresh)  # what any later token is made of
+        assert np.array_equal(got.session.logits(), fresh.logits())
+        assert got.cached + got.ran == len(ids)
+        cached.append(got.cached)
+    assert cached == list(want_cached)
+    assert prefixes.stats.reused_tokens == sum(cached) and not prefixes.stats.refused["unfit"]
+
+
+def conversation() -> list[list[int]]:
+    """A prompt, its last token another, a next turn, a turn of a few tokens."""
+    ids = prompt("oracle-e", 120)
+    return [ids[:50], [*ids[:49], 7], ids[:76], ids[:80]]
+
+
+def longer() -> list[list[int]]:
+    """A prompt, again, its last token another; another question after the same beginning, and one more; a next turn,
+    another one; a beginning.
+    """
+    ids = prompt("oracle-e", 190)
+    ids = [*ids, *ids[::-1]]
+    shared, first = ids[:140], ids[:190]
+    return [
+        first, first, [*first[:-1], 7], [*shared, *ids[10:80]], [*shared, *ids[15:90]], ids[:250],
+        [*ids[:250], *ids[20:100]], ids[:40],
+    ]  # fmt: skip
+
+
+def test_answers_are_the_same_under_full_prefill() -> None:
+    same_answers("full", True, conversation(), [0, 49, 50, 76])
+
+
+def test_answers_are_the_same_under_bounded_replay() -> None:
+    same_answers("replay", True, conversation(), [0, 16, 50, 50])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dspark", [True, False])
+def test_answers_are_the_same_in_longer_conversations(dspark: bool) -> None:
+    same_answers("full", dspark, longer(), [0, 190, 189, 140, 140, 190, 250, 0])
+    same_answers("replay", dspark, longer(), [0, 190, 160, 112, 128, 190, 250, 0])
+
+
+# ---- what is kept, on sessions that no device runs
+
+
+def test_a_conversation_takes_one_entry() -> None:
+    """Each turn takes the place of the one before it, with its points, and its rows once."""
+    engine, prefixes, ids = FakeEngine(), kept_texts(), text_of(2000)
+    assert [served(prefixes, engine, ids[:n]) for n in (100, 300, 301, 1000, 2000)] == [0, 100, 300, 301, 1000]
+    stats = prefixes.stats
+    assert stats.memory_entries == 1 and stats.memory_bytes < 2000 * (4 + 9) + 8 * 200
+    assert (stats.lookups, stats.hits, stats.reused_tokens, stats.asked_tokens) == (5, 4, 1701, 3701)
+    assert served(prefixes, engine, [*ids[:1000], *text_of(50, 2)]) == 1000, "an earlier turn asked again"
+    assert served(prefixes, engine, ids) == 2000, "and the longer text is there still"
+    assert prefixes.stats.memory_entries == 2
+
+
+def test_a_beginning_that_many_share_is_kept_when_the_second_comes() -> None:
+    engine, prefixes, shared = FakeEngine(), kept_texts(), text_of(1000)
+    tails = [text_of(800, seed) for seed in range(2, 6)]
+    cached = [served(prefixes, engine, [*shared, *tail]) for tail in tails]
+    where = 1000 // BLOCK * BLOCK
+    assert cached == [0, 768, where, where]
+    assert (768, where, True) in engine.ran
+
+
+def test_a_cancelled_prompt_leaves_what_was_read() -> None:
+    engine, prefixes, ids = FakeEngine(), kept_texts(), text_of(500)
+    session, _ = prefixes.begin(cast(ServedEngine, engine), ids)
+    reading = prefixes.reading(session, ids)
+    for _ in range(10):
+        told = next(reading)
+    assert told == (144, 500)
+    reading.close()
+    assert served(prefixes, engine, ids) == 144
+
+
+def test_progress_counts_over_all_legs() -> None:
+    engine, prefixes, ids = FakeEngine(), kept_texts(), text_of(500)
+    served(prefixes, engine, ids[:200])
+    session, cached = prefixes.begin(cast(ServedEngine, engine), ids)
+    told = list(prefixes.reading(session, ids))
+    assert cached == 200 and {total for _, total in told} == {300}
+    assert [done for done, _ in told] == sorted({done for done, _ in told}) and told[0][0] == 0
+    assert max(b - a for (a, _), (b, _) in zip(told, [*told[1:], (300, 0)])) <= 16
+
+
+def test_what_an_answer_left_is_kept_on_request_only() -> None:
+    ids, answer, more_ids = text_of(200), text_of(60, 2), text_of(80, 3)
+    for decoded, want in ((False, 200), (True, 259)):  # the answer's last token was never run
+        engine, prefixes = FakeEngine(), kept_texts(decoded=decoded)
+        served(prefixes, engine, ids, answer)
+        assert served(prefixes, engine, [*ids, *answer, *more_ids]) == want
+        assert served(prefixes, engine, [*ids, *more_ids]) == 200
+
+
+def test_exact_passes_over_what_another_server_left_of_its_answers(tmp_path: Path) -> None:
+    ids, answer = text_of(200), text_of(60, 2)
+    for decoded in (True, False):
+        prefixes = kept_texts(folder=PrefixFolder(tmp_path, 1 << 30), decoded=decoded)
+        if decoded:
+            served(prefixes, FakeEngine(), ids, answer)
+        else:
+            assert served(prefixes, FakeEngine(), [*ids, *answer, 7]) == 200
+        prefixes.flush()
+        prefixes.close()
+
+
+def test_other_sidecars_share_nothing() -> None:
+    engine, prefixes, ids = FakeEngine(), kept_texts(), text_of(100)
+    served(prefixes, engine, ids)
+    engine.identity, engine.sidecars = "two", {"zchain": "other"}
+    assert served(prefixes, engine, ids) == 0
+    assert prefixes.stats.refused["foreign"] == 1
+    engine.identity, engine.sidecars = "one", {}
+    assert served(prefixes, engine, ids) == 100
+
+
+def test_the_model_is_looked_at_again_only_when_it_is_another() -> None:
+    asked: list[str] = []
+
+    def counted(engine: ServedEngine, decoded: bool) -> Model:
+        asked.append("")
+        return model(engine, decoded)
+
+    prefixes, engine = Prefixes(1 << 30, least=16, model_of=counted), FakeEngine()
+    for _ in range(3):
+        served(prefixes, engine, text_of(100))
+    assert len(asked) == 1
+    engine.sidecars = {"zchain": "other"}
+    served(prefixes, engine, text_of(100))
+    served(prefixes, FakeEngine(), text_of(100))
+    prefixes.forget()
+    served(prefixes, engine, text_of(100))
+    assert len(asked) == 4
+
+
+def test_a_model_that_cannot_be_kept_is_served_without() -> None:
+    engine = FakeEngine()
+    prefixes = Prefixes(1 << 30, least=16, model_of=lambda engine, decoded: None)
+    assert [served(prefixes, engine, text_of(100)) for _ in range(2)] == [0, 0]
+    assert prefixes.stats.memory_entries == 0 and engine.ran == [(0, 100, False)] * 2
+
+    def gone(engine: ServedEngine, decoded: bool) -> Model:
+        raise Ds4Error("base.gguf: cannot be read")
+
+    assert served(Prefixes(1 << 30, model_of=gone), engine, text_of(100)) == 0
+
+
+def test_memory_is_what_it_may_be_and_the_oldest_goes() -> None:
+    engine = FakeEngine()
+    one = kept_texts()
+    served(one, engine, text_of(1000, 1))
+    size = one.stats.memory_bytes
+    most = 3 * size + 2000  # a point is small, a text is not
+    prefixes = kept_texts(memory=most)
+    for seed in (1, 2, 3):
+        served(prefixes, engine, text_of(1000, seed))
+    assert served(prefixes, engine, text_of(1000, 1)) == 1000  # used now: 2 is the oldest
+    served(prefixes, engine, text_of(1000, 4))
+    assert size * 2 < prefixes.stats.memory_bytes <= most and prefixes.stats.evicted == 1
+    assert served(prefixes, engine, [*text_of(1000, 1), 5]) == 1000
+    assert served(prefixes, engine, [*text_of(1000, 3), 5]) == 1000
+    assert served(prefixes, engine, [*text_of(1000, 4), 5]) == 1000
+    assert served(prefixes, engine, [*text_of(1000, 2), 5]) == 0
+
+
+def test_a_text_larger_than_memory_is_counted_and_not_kept() -> None:
+    engine, prefixes = FakeEngine(), kept_texts(memory=1000)
+    assert [served(prefixes, engine, text_of(500)) for _ in range(2)] == [0, 0]
+    assert prefixes.stats.memory_bytes == 0 and prefixes.stats.refused["too_large"] > 0
+
+
+def test_forgetting_frees_memory() -> None:
+    engine, prefixes = FakeEngine(), kept_texts()
+    served(prefixes, engine, text_of(500))
+    prefixes.forget()
+    assert prefixes.stats.memory_bytes == prefixes.stats.memory_entries == 0
+    assert served(prefixes, engine, text_of(500)) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "again"), [(Ds4Error("other tensors"), "unfit", 0), (CapacityError("full"), "memory", 100)]
+)
+def test_a_session_that_refuses_a_text_computes_its_prompt(error: Exception, reason: str, again: int) -> None:
+    """A text that does not fit the model is not offered again; one that found no room is."""
+    engine, prefixes, ids = FakeEngine(), kept_texts(), text_of(100)
+    served(prefixes, engine, ids)
+    engine.broken = error
+    session, cached = prefixes.begin(cast(ServedEngine, engine), [*ids, 5])
+    assert cached == 0 and cast(FakeSession, session).tokens == [] and prefixes.stats.refused[reason] == 1
+    assert prefixes.begin(cast(ServedEngine, engine), [*ids, 5])[1] == again

@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [  # ground floor first
     {"ds4.model", "ds4.settings", "ds4.embedded"},
     {"ds4.device"},
     {"ds4.checkpoint", "ds4.work"},
-    {"ds4.base", "ds4.sidecar", "ds4.engram", "ds4.corpus", "ds4.posttrain", "ds4.hub"},
+    {"ds4.base", "ds4.sidecar", "ds4.engram", "ds4.corpus", "ds4.posttrain", "ds4.hub", "ds4.constrain"},
     {"ds4.engine", "ds4.teacher"},
     {"rulers", "ds4.server"},
     {"solvers"},

@@ -166,11 +166,11 @@ def _whole(args: argparse.Namespace) -> Findings:
         problems = verify(args.model, args.engram_dir, step)
     for line in problems:
         yield "fault", line, "fetch or make the base again: its values are damaged"
-    mark, wanted = fingerprint(args.model), published_sum(args.model)
+    mark, (wanted, where) = fingerprint(args.model), published_sum(args.model) or (None, "")
     if wanted is not None and mark != wanted:
-        yield "fault", f"SHA-256 {mark}, SHA256SUMS beside it says {wanted}", "fetch the base again"
+        yield "fault", f"SHA-256 {mark}, {where} beside it says {wanted}", "fetch the base again"
     elif not problems:
-        yield "ok", f"every value is sound; SHA-256 {mark}{'' if wanted is None else ', as SHA256SUMS says'}", ""
+        yield "ok", f"every value is sound; SHA-256 {mark}{'' if wanted is None else f', as {where} says'}", ""
 
 
 def _sidecars(args: argparse.Namespace, base: Base) -> Findings:

@@ -128,9 +128,17 @@ def file_probe(base: Base, found: list[Base]) -> Findings:
         yield "ok", f"n-gram table {g}: {table.rows:,} rows in {table.path} ({table.path.stat().st_size:,} bytes)", ""
 
 
-def published_sum(path: str | Path) -> str | None:
-    """What a SHA256SUMS beside the file says of it, lower-case hex; None: nothing."""
+def published_sum(path: str | Path) -> tuple[str, str] | None:
+    """What SHA256SUMS or a fetch's record beside the file says of it, lower-case hex, and which; None: nothing."""
+    from ds4.hub.fetch import Record
+    from ds4.hub.names import RECORD
+
     file = Path(path).resolve()
+    record = Record.read(file.parent)
+    for wanted in record.plan.files if record else ():
+        whole = wanted.sum or (wanted.pieces[0].sum if len(wanted.pieces) == 1 else None)
+        if wanted.name == file.name and whole is not None and whole.kind == "sha256":
+            return whole.digits, RECORD
     try:
         lines = (file.parent / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -138,7 +146,7 @@ def published_sum(path: str | Path) -> str | None:
     for line in lines:
         mark, _, name = line.partition(" ")
         if name.lstrip(" *") == file.name:
-            return mark.lower()
+            return mark.lower(), "SHA256SUMS"
     return None
 
 

@@ -43,6 +43,7 @@ class HubServer:
         self.storage_flips = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *left: None  # type: ignore[method-assign]  # clients go as they please
         self._server.hub = self  # type: ignore[attr-defined]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -319,6 +320,21 @@ def flipped(at: int) -> Fault:
 def zipped() -> Fault:
     def fault(request: Handler, data: bytes, first: int, last: int) -> bool:
         request.send(200, gzip.compress(data), {"Content-Encoding": "gzip"})
+        return True
+
+    return fault
+
+
+def longer(more: int) -> Fault:
+    """More bytes than it says, in a coding that does not give a length."""
+
+    def fault(request: Handler, data: bytes, first: int, last: int) -> bool:
+        request.send_response(206)
+        request.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        body = data[first : last + 1] + b"?" * more
+        request.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         return True
 
     return fault

@@ -24,6 +24,7 @@ from tests.hub.server import (
     HubServer,
     cut,
     flipped,
+    longer,
     no_ranges,
     other_size,
     says,
@@ -79,6 +80,8 @@ def piece(server: HubServer, hub: Hub, name: str = "a.gguf") -> Piece:
         ([status(429, Retry_After="7")], 0, "answers 429"),
         ([status(503), status(500), status(502)], 0, "answers 502"),
         ([status(408)], 0, "answers 408"),
+        ([longer(5000)], 0, ""),
+        ([longer(1)], 307_000, ""),
         ([zipped()], 0, "in the coding 'gzip'"),
     ],
 )

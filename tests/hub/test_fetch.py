@@ -15,6 +15,7 @@ import pytest
 
 from ds4.cli.fetch import LOCK
 from ds4.cli.main import run as ds4
+from ds4.cli.probes import published_sum
 from ds4.cli.processes import locked
 from ds4.hub import client
 from ds4.hub.client import Patience
@@ -321,3 +322,7 @@ def test_plain_http_and_one_manifest_of_ones_own(hub: HubServer, tmp_path: Path)
     words = ["--manifest", str(tmp_path / "m.json"), "--shards", "none", "--no-xet"]
     assert fetch(hub, tmp_path / "d", *words) == 0
     assert there(tmp_path / "d") == {"mine.gguf": WHOLE}
+    assert published_sum(tmp_path / "d" / "mine.gguf") == (sha(WHOLE).partition(":")[2], "ds4-fetch.json")
+    assert published_sum(tmp_path / "d" / "other.gguf") is None  # what `ds4 doctor --full` compares with
+    (tmp_path / "d" / "SHA256SUMS").write_text(f"{'AB' * 32} *other.gguf\n")
+    assert published_sum(tmp_path / "d" / "other.gguf") == ("ab" * 32, "SHA256SUMS")

@@ -177,6 +177,8 @@ def test_a_part_that_somebody_touched(tmp_path: Path, what: str) -> None:
         note.write_text('{"whole": "all"')
     else:
         note.write_text(json.dumps(told | {"whole": 3, "flushed": len(DATA)}))
+    held = {"flipped": 9000, "cut": 3000, "longer": 9000}.get(what, 0)
+    assert Part(want, tmp_path, print).held == held or what == "lies"
     Part(want, tmp_path, print).complete(Line(want))
     assert (tmp_path / "base.gguf").read_bytes() == DATA and names(tmp_path) == ["base.gguf"]
 

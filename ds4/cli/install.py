@@ -306,7 +306,7 @@ class Install:
         if ours:
             self._say(
                 "this is the embedded model: it shows how everything works and knows next to nothing; "
-                "serve another one with: bash install.sh --model DIR"
+                "serve another one with: bash install.sh --model DIR, or --hub OWNER/REPO"
             )
         self._say(
             f"the server listens on http://{host}:{port}; stop it with: bash install.sh stop" + self._dir_flag()

@@ -65,8 +65,8 @@ class HubModel:
     """The model of --hub."""
 
     def __init__(self, home: Home, args: argparse.Namespace) -> None:
-        name = Repository.of(args.hub, "--hub").name
-        self.folder = home.models / f"{FOLDER}{name.replace('/', '--')}"
+        name = Repository.of(args.hub, "--hub").name.replace("/", "--").replace(".part-", ".part_")  # which is swept
+        self.folder = home.models / f"{FOLDER}{name}"
         shards = args.shards if args.shards is not None else NONE if args.engram_dir is not None else ""
         self._words = [str(home.python), "-I", "-m", "ds4.cli.main", "fetch", args.hub, "--to", str(self.folder)]
         self._words += ["--shards", shards] if shards else []

@@ -80,6 +80,16 @@ def test_from_a_repository_to_settings(hub: HubServer, tmp_path: Path) -> None:
     assert "domain poetry, as before" in again.stdout
 
 
+def test_no_repository_is_swept(tmp_path: Path) -> None:
+    """Whatever its name looks like."""
+    home = Home(tmp_path)
+    home.make()
+    folder = HubModel(home, install.parse(["--hub", "a/b.part-1"])).folder
+    folder.mkdir()
+    home.sweep()
+    assert folder.is_dir()
+
+
 @pytest.mark.parametrize(
     ("more", "shards"),
     [([], []), (["--shards", "a/b"], ["--shards", "a/b"]), (["--engram-dir", "."], ["--shards", "none"])],

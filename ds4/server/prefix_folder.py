@@ -67,11 +67,14 @@ class PrefixFolder:
             raise UsageError(f"--prefix-dir {path}: cannot be used ({e.strerror or e}); name another") from e
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        except BlockingIOError as e:
             os.close(self._lock)
             raise Ds4Error(
                 f"--prefix-dir {path}: another server keeps its texts there; name another folder for this one"
             ) from e
+        except OSError as e:
+            os.close(self._lock)
+            raise UsageError(f"--prefix-dir {path}: cannot be locked ({e.strerror or e}); name another") from e
 
     def scan(self) -> Iterator[Found]:
         """Every file, headers only. What a writer that died left half written is removed."""

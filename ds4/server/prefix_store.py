@@ -157,10 +157,11 @@ class PrefixStore:
 
     def add(
         self, entry: Entry, saved: Saved, before: Sequence[Entry], *, write: bool, replaced: Entry | None
-    ) -> None:
+    ) -> bool:
         """A new text. `before`: of shorter ones that it has all of, which go from memory; `replaced`: the one of
-        these that may have a file. `write`: it is to have one, in place of that.
+        these that may have a file. `write`: it is to have one, in place of that. False: there is no room for it.
         """
+        room = self._most if self._folder is None else max(self._most, self._folder.most_bytes)
         write = write and self._folder is not None
         with self._lock:
             entry.writing = write  # found again in a file, if it is too large for memory
@@ -173,6 +174,12 @@ class PrefixStore:
                 self._index.remove(entry)
         if write:
             self.write(entry, saved, replaced)
+        return saved.nbytes <= room
+
+    def outdated(self, entry: Entry) -> None:
+        """Out of memory: a longer one is about to be added."""
+        with self._lock:
+            self._let_go(entry)
 
     def write(self, entry: Entry, saved: Saved, replaced: Entry | None) -> None:
         """Have a text written, unless it has a file; see `add`."""

@@ -79,6 +79,7 @@ class _Claim:
     whole: bool = True
     entry: Entry | None = None  # kept of it last
     replaces: Entry | None = None  # a text that this one goes on from, with all of its points
+    outgrown: bool = False  # there is no room for it, nor for anything longer
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,15 @@ class Prefixes:
     # ---- keeping ----
 
     def _keep(self, session: KeptSession, claim: _Claim, *, write: bool) -> None:
-        saved = save(session.snapshot(), claim.exact, claim.older, whole=claim.whole)
+        if claim.outgrown:
+            return
+        if claim.entry is not None:  # its rows are in what follows: there need not be memory for both
+            self._store.outdated(claim.entry)
+        try:
+            saved = save(session.snapshot(), claim.exact, claim.older, whole=claim.whole)
+        except MemoryError:
+            self._store.refuse("memory", f"the host has no memory to keep {session.position} tokens")
+            return
         new = saved.points[-1]
         older = [p for p in claim.older if p.mark.position != new.mark.position]
         claim.older = tuple(sorted([*older, new], key=lambda p: p.mark.position))
@@ -278,4 +287,4 @@ class Prefixes:
         if claim.replaces is not None and len(saved.tokens) >= claim.replaces.marks[-1].position:
             before.append(claim.replaces)
         claim.entry = entry
-        self._store.add(entry, saved, before, write=write, replaced=claim.replaces)
+        claim.outgrown = not self._store.add(entry, saved, before, write=write, replaced=claim.replaces)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from ds4.engine import Engine
+from ds4.engine.session import SessionSnapshot
 from ds4.errors import CapacityError, Ds4Error
 from ds4.server.prefix_folder import PrefixFolder
 from ds4.server.prefix_index import BLOCK
@@ -20,6 +22,7 @@ from tests.conftest import opened
 from tests.engine.drafted import more, settled
 from tests.engine.test_against_teacher import prompt
 from tests.server.prefixed import FakeEngine, FakeSession, ask, kept_texts, model, served, text_of
+from tests.server.standin import StandIn, serve
 
 # ---- the same bits, on the real engine
 
@@ -209,6 +212,31 @@ def test_a_text_larger_than_memory_is_counted_and_not_kept() -> None:
     assert prefixes.stats.memory_bytes == 0 and prefixes.stats.refused["too_large"] > 0
 
 
+def test_a_text_that_has_outgrown_its_room_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prefixes, copies = FakeEngine(), kept_texts(memory=1000), list[int]()
+    real = FakeSession.snapshot
+
+    def counted(session: FakeSession) -> SessionSnapshot:
+        copies.append(session.position)
+        return real(session)
+
+    monkeypatch.setattr(FakeSession, "snapshot", counted)
+    served(prefixes, engine, text_of(2000))
+    assert len([end for _, end, _ in engine.ran]) == 5 and len(copies) == 1
+
+
+def test_a_host_without_memory_answers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(session: FakeSession) -> SessionSnapshot:
+        raise MemoryError
+
+    engine, prefixes = FakeEngine(), kept_texts()
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeSession, "snapshot", none)
+        assert served(prefixes, engine, text_of(100)) == 0
+    assert prefixes.stats.refused["memory"] > 0 and prefixes.stats.memory_entries == 0
+    assert [served(prefixes, engine, text_of(100)) for _ in range(2)] == [0, 100]
+
+
 def test_forgetting_frees_memory() -> None:
     engine, prefixes = FakeEngine(), kept_texts()
     served(prefixes, engine, text_of(500))
@@ -228,3 +256,34 @@ def test_a_session_that_refuses_a_text_computes_its_prompt(error: Exception, rea
     session, cached = prefixes.begin(cast(ServedEngine, engine), [*ids, 5])
     assert cached == 0 and cast(FakeSession, session).tokens == [] and prefixes.stats.refused[reason] == 1
     assert prefixes.begin(cast(ServedEngine, engine), [*ids, 5])[1] == again
+
+
+# ---- in the server
+
+
+def test_a_server_answers_the_same_and_says_what_it_did_not_read_again() -> None:
+    """Completions of one beginning, one alone and then three at a time, beside sessions that begin anew."""
+    engine = Engine.open(
+        toy_base("oracle-e", bits=9), engram_dir=toy_dir("oracle-e"), device=opened("fast", "greedy"),
+        prefill="replay", chunk=16, dspark=True,
+    )  # fmt: skip
+    ids, prefixes, want = prompt("oracle-e", 100), Prefixes(1 << 30, least=16), []
+    prompts = [ids[:40], *([*ids[:40], *ids[50 + i : 70]] for i in range(3))]
+    for p in prompts:
+        session = engine.session()
+        session.sync(p)
+        drawn = more(session, 4)
+        end = engine.config.eos_token_id
+        want.append(engine.tokenizer.decode(drawn[: drawn.index(end)] if end in drawn else drawn))
+
+    with serve(StandIn(), open_engine=lambda progress: engine, sessions=3, prefixes=prefixes) as server:
+
+        def ask(p: list[int]) -> Any:
+            return server.post("/v1/completions", {"prompt": p, "max_tokens": 4, "temperature": 0}).json()
+
+        with ThreadPoolExecutor(3) as pool:
+            found = [ask(prompts[0]), *pool.map(ask, prompts[1:])]
+    assert [a["choices"][0]["text"] for a in found] == want
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in found]
+    assert cached == [0, 40, 40, 16]  # the last one adds a window and no more
+    assert prefixes.stats.hits == 3 and prefixes.stats.reused_tokens == 96

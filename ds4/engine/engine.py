@@ -61,6 +61,7 @@ class Engine:
     sessions: int = 1
     _idle: list[Lane] = field(default_factory=list)
     _ledger: DraftLedger = field(default_factory=DraftLedger)  # of the sessions that schedule their drafts
+    _ledgers: dict[int, DraftLedger] = field(default_factory=dict)  # the same for passes of so many sessions
     _together: Together | None = None
 
     @property
@@ -192,7 +193,7 @@ class Engine:
         shared = self._together
         if shared is None or shared.weights is not self.weights or shared.options is not self.options:
             self._together = shared = Together(
-                self.device, self.workspace, self.config, self.weights, self.feed, self.options
+                self.device, self.workspace, self.config, self.weights, self.feed, self.options, self._policy_among
             )  # fmt: skip
         return shared.draw(asks)
 
@@ -229,10 +230,26 @@ class Engine:
         free = free_bytes(self.device)
         return None if free is None else (self.device.info.memory - free, self.device.info.memory)
 
+    def states(self) -> tuple[int, int | None]:
+        """Bytes that the states of sequences hold, of those under way and of those that are kept for the next ones,
+        and may hold; None: no limit but the memory that is there.
+        """
+        budget = self.options.budget
+        return (0, None) if budget is None else (budget.held, budget.limit)
+
     def _policy(self) -> DraftPolicy:
         if self.draft is None:
             return PLAIN()
         return Scheduler(ledger=self._ledger) if self.draft_k is None else FixedDrafts(self.draft_k)
+
+    def _policy_among(self, sessions: int, clock: Callable[[], float]) -> DraftPolicy:
+        """What decides about a session's drafts in a pass of so many sessions."""
+        if self.draft is None:
+            return PLAIN()
+        if self.draft_k is not None:
+            return FixedDrafts(self.draft_k)
+        ledger = self._ledgers.setdefault(sessions, DraftLedger())
+        return Scheduler(clock, ledger, whole=True)  # every number of rows is another pass to capture
 
     def close(self) -> None:
         """Close the n-gram shards; device memory goes with the object."""

@@ -160,7 +160,8 @@ class _Sequences:
     def share(self, sessions: Sequence[Session]) -> Together:
         """Passes that the sequences share, as many at a time as do."""
         made = Together(
-            self.device, self.scratch, self.config, self.weights, cast("NgramFeed", self.feed), self.options
+            self.device, self.scratch, self.config, self.weights, cast("NgramFeed", self.feed), self.options,
+            lambda sessions, clock: FixedDrafts(self.block),
         )  # fmt: skip
         plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)
         for session in sessions:

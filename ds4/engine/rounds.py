@@ -61,6 +61,27 @@ class RoundCounts:
         }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A round before its pass.
+
+    Attributes:
+        tokens: the timeline and the k drafts that are verified: the pass runs its last 1 + k tokens.
+        start: the position of the pass's first row.   left: see Rounds.plan.
+        planned: drafts that the policy asked for; `drafts`: those that were drawn.
+        ending: what chooses.   same_noise: whether drafts that stand are what plain decode says.
+    """
+
+    tokens: list[int]
+    start: int
+    left: int
+    planned: int
+    drafts: tuple[int, ...]
+    k: int
+    ending: Ending
+    same_noise: bool
+
+
 class Rounds:
     """Draws the tokens of one sequence, with drafts where there is a draft head and the policy wants some.
 
@@ -96,104 +117,111 @@ class Rounds:
         self, tokens: Sequence[int], sampling: Sampling, policy: DraftPolicy, left: int, prompt: int,
         constraint: TokenConstraint | None = None,
     ) -> list[Drawn]:  # fmt: skip
-        """One round on a timeline whose last token is not run yet; at least one new token.
+        """One round on a timeline whose last token is not run yet; at least one new token. Arguments as `plan`.
+
+        Raises:
+            DeviceError: a row is no distribution; the state is then as it was.
+        """
+        start = self.step.state.position
+        cold = self._cold()
+        try:
+            plan = self.plan(tokens, sampling, policy, left, prompt, constraint)
+            logits = self.pass_over(plan.tokens, 1 + plan.k, follow=policy.follows, ending=plan.ending)
+            self.chooser.submit(plan.k)
+            if not plan.drafts:
+                self.commit()  # else the next round's drafts pay for it, never a plain step
+            if not plan.planned and left > 1:
+                self.step.run_ahead()  # behind the commit, which reads what a segment may write over
+            drawn = self.chooser.chosen(plan.k, start)
+        except BaseException:
+            self.failed(start)
+            raise
+        self.settle(plan, drawn, policy, warm_up=self._cold() != cold)
+        V = logits.shape[1]
+        self.last = logits.view(4 * V * (len(drawn) - 1), (1, V), "f32")
+        return drawn
+
+    def plan(
+        self, tokens: Sequence[int], sampling: Sampling, policy: DraftPolicy, left: int, prompt: int,
+        constraint: TokenConstraint | None = None, most: int = MAX_ROWS - 1,
+    ) -> Plan:  # fmt: skip
+        """A round up to its pass: drafts are drawn, and the device's slots hold the rows.
 
         Args:
+            tokens: the timeline; all but its last token have been run.
             left: tokens that may still be drawn, at least 1; no more are returned.
             prompt: how many tokens of the timeline are not the answer's own.
             constraint: what the new tokens obey; it is asked, and not told what came. Of the drafts that it forbids
                 the first is verified like any other and falls: to leave it out would be to choose by what was drawn,
                 and give its probability to tokens that do not follow it. Those behind it are never reached.
-
-        Raises:
-            DeviceError: a row is no distribution; the state is then as it was.
+            most: drafts at most, as far as others leave rows.
         """
-        state, drafter = self.step.state, self.drafter
-        start = state.position
+        drafter, start = self.drafter, self.step.state.position
         self.chooser.settle_on(sampling, tokens, prompt)
-        most = 0
+        can = 0
         if drafter is not None and drafter.state.reach == start:
             room = self.step.config.max_position_embeddings - len(tokens)
-            most = most_drafts(min(drafter.B, MAX_ROWS - 1), left, room)
-        cold = self._cold()
-        planned = policy.begin(most)
+            can = most_drafts(min(drafter.B, most), left, room)
+        planned = policy.begin(can)
         drafts: list[int] = []
         k = 0
-        try:
-            if planned and drafter is not None:
-                drafts, confidences = self._draft(drafter, tokens, planned)
-                if constraint is not None:
-                    confidences = confidences[: constraint.valid(drafts) + 1]
-                k = policy.choose(confidences)
-                self.step.feed.announce([*tokens, *drafts[:k]], start + 1, k)
-                self.step.slots.take_drafts(drafter.drafts, drafts[:k])
-            ending = self.chooser.ending(k, constraint, drafts[:k])
-            logits = self.pass_over(
-                [*tokens, *drafts[:k]], 1 + k, follow=policy.follows, ending=ending
-            )  # fmt: skip
-            self.chooser.submit(k)
-            if not drafts:
-                self.commit()  # else the next round's drafts pay for it, never a plain step
-            if not planned and left > 1:
-                self.step.run_ahead()  # behind the commit, which reads what a segment may write over
-            drawn = self.chooser.chosen(k, start)
-        except BaseException:
-            self.failed(start)
-            raise
-        accepted = len(drawn) - 1
-        if left > len(drawn):  # the next pass begins with the token that nobody has run
-            self.step.feed.announce([*tokens, *(d.token for d in drawn)], start + 1 + accepted, 1)
+        if planned and drafter is not None:
+            drafts, confidences = self._draft(drafter, tokens, planned)
+            if constraint is not None:
+                confidences = confidences[: constraint.valid(drafts) + 1]
+            k = policy.choose(confidences)
+            self.step.feed.announce([*tokens, *drafts[:k]], start + 1, k)
+            self.step.slots.take_drafts(drafter.drafts, drafts[:k])
+        shared = same_noise(sampling)
+        return Plan(
+            [*tokens, *drafts[:k]], start, left, planned, tuple(drafts), k,
+            self.chooser.ending(k, constraint, drafts[:k]), shared,
+        )  # fmt: skip
+
+    def settle(self, plan: Plan, drawn: Sequence[Drawn], policy: DraftPolicy, *, warm_up: bool) -> None:
+        """The end of a round whose pass drew `drawn`: what was refused is taken back. `warm_up`: as
+        DraftPolicy.settle's.
+        """
+        accepted, n = len(drawn) - 1, len(plan.tokens) - plan.k
+        if plan.left > len(drawn):  # the next pass begins with the token that nobody has run
+            timeline = [*plan.tokens[:n], *(d.token for d in drawn)]
+            self.step.feed.announce(timeline, plan.start + 1 + accepted, 1)
         first_hit = None
-        if drafts and not k and same_noise(sampling):
-            first_hit = drafts[0] == drawn[0].token
-        policy.settle(accepted, first_hit=first_hit, warm_up=self._cold() != cold)
-        self.counts.add(bool(drafts), k, accepted)
-        if accepted < k:
-            self.go_back(start + 1 + accepted)
-        V = logits.shape[1]
-        self.last = logits.view(4 * V * accepted, (1, V), "f32")
-        return drawn
+        if plan.drafts and not plan.k and plan.same_noise:
+            first_hit = plan.drafts[0] == drawn[0].token
+        policy.settle(accepted, first_hit=first_hit, warm_up=warm_up)
+        self.counts.add(bool(plan.drafts), plan.k, accepted)
+        if accepted < plan.k:
+            self.go_back(plan.start + 1 + accepted)
 
     def failed(self, start: int) -> None:
         """A pass from position `start` on failed somewhere: the state is as it was, the slots hold who knows what."""
         self.step.slots.changed()
         self.chooser.forget_text()
+        if self.drafter is not None:
+            self.drafter.state.forget_rows()
         if self.step.state.position > start:
             self.go_back(start)
 
-    def join(
-        self, tokens: Sequence[int], sampling: Sampling, prompt: int, constraint: TokenConstraint | None
-    ) -> Ending:
-        """A plain round whose pass somebody else runs, on what this leaves in the slots; see `run`."""
-        self.chooser.settle_on(sampling, tokens, prompt)
-        self.step.slots.set(tokens[-1:], len(tokens) - 1)
-        return self.chooser.ending(0, constraint)
-
-    def joined(self, tokens: Sequence[int], start: int, left: int | None) -> Drawn:
-        """The token that such a round drew; its row was at position `start`, tokens are those before it.
-
-        Raises:
-            DeviceError: the row is no distribution.
+    def follow(self, count: int) -> Buffer | None:
+        """Where the pass of `count` rows that comes now is to leave rows for the draft head; those of the pass before
+        are its keys by then.
         """
-        (drawn,) = self.chooser.chosen(0, start)
-        self.counts.add(False, 0, 0)
-        if left is None or left > 1:
-            self.step.feed.announce([*tokens, drawn.token], start + 1, 1)
-        return drawn
+        if self.drafter is None:
+            return None
+        self.commit()
+        return self.drafter.state.expect(self.step.state.position, count)
 
     def pass_over(
         self, tokens: Sequence[int], count: int, tap: Tap | None = None, *, follow: bool, ending: Ending | None = None
     ) -> Buffer:
         """StepRunner.run on the last `count` tokens; `follow`: their rows are left for the draft head."""
-        drafter, main_hidden = self.drafter, None
-        if drafter is not None and follow:
-            self.commit()
-            main_hidden = drafter.state.expect(self.step.state.position, count)
+        main_hidden = self.follow(count) if follow else None
         try:
             return self.step.run(tokens, count, tap, main_hidden=main_hidden, ending=ending)
         except BaseException:
-            if drafter is not None and main_hidden is not None:
-                drafter.state.forget_rows()
+            if self.drafter is not None and main_hidden is not None:
+                self.drafter.state.forget_rows()
             raise
 
     def go_back(self, position: int) -> None:

@@ -187,10 +187,18 @@ class Scheduler:
     Args:
         clock: seconds that only rise. Read when a round begins, is drawn and ends; nothing else may be timed between.
         ledger: of the requests before this one; None: there were none.
+        whole: a round verifies all drafts or none. Then the first confidence decides, as if every draft were as sure
+            as the first: the later ones must not have a say in what becomes of those before them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, ledger: DraftLedger | None = None) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        ledger: DraftLedger | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._clock, self._whole = clock, whole
         self._ledger = DraftLedger() if ledger is None else ledger
         self._fit = CostFit()
         self._costs: RoundCosts | None = None
@@ -264,6 +272,8 @@ class Scheduler:
         costs, rho = self._costs, self.calibration
         if costs is None:
             return len(values)
+        if self._whole:
+            return len(values) if values and self._block_pays(values[0]) else 0
         survival = expected = 1.0
         rate = expected / costs.drafted_s(0)
         for k, value in enumerate(values):
@@ -274,6 +284,13 @@ class Scheduler:
                 return k
             rate = longer
         return len(values)
+
+    def _block_pays(self, first: float) -> bool:
+        """Whether all planned drafts together yield more tokens a second than none, by the first one's confidence."""
+        costs, n = self._costs, self._planned or 0
+        assert costs is not None
+        p = min(1.0, self.calibration * _sigmoid(first))
+        return sum(p**j for j in range(n + 1)) / costs.drafted_s(n) > 1 / costs.drafted_s(0)
 
     def settle(self, accepted: int, *, first_hit: bool | None = None, warm_up: bool = False) -> None:
         """DraftPolicy.settle."""

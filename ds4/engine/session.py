@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.device import Buffer, Device
-from ds4.engine.choose import Drawn, Ending
+from ds4.engine.choose import Drawn
 from ds4.engine.constraint import TokenConstraint
 from ds4.engine.draft_state import DraftSnapshot
 from ds4.engine.lane import Lane
 from ds4.engine.prefill import Cancelled, Reading
-from ds4.engine.rounds import RoundCounts
+from ds4.engine.rounds import Plan, RoundCounts
 from ds4.engine.sampling import Sampling
 from ds4.engine.scheduler import DraftPolicy, FixedDrafts
 from ds4.engine.segments import Tap
@@ -87,6 +87,11 @@ class Session:
     def position(self) -> int:
         """Tokens that the state holds; `tokens` may be one longer, or shorter while drawn tokens wait."""
         return self.state.position
+
+    @property
+    def draft_cold(self) -> int:
+        """Runs of the draft head that were the first of their kind, or captured something."""
+        return 0 if self._drafter is None else self._drafter.cold
 
     @property
     def waiting(self) -> int:
@@ -334,39 +339,55 @@ class Session:
             for one in drawn:
                 self._constraint.advance(one.token)
 
-    # -- `next` in a pass that several sessions share (together.py): needs_pass, join, passed, collect, or leave
+    # -- `next` in a pass that several sessions share (together.py): needs_pass, plan, passed, collect; or leave
 
     def needs_pass(self, sampling: Sampling) -> bool:
-        """Whether `next` would run a pass of one token before it can draw. Raises as `next`."""
+        """Whether `next` would run a pass before it can draw. Raises as `next`."""
         self._settle_on(sampling)
         return not self._waiting and 1 <= self.position == len(self.tokens) - 1
 
-    def join(self, sampling: Sampling) -> Ending:
-        """The timeline's last token is about to be run in a pass of somebody else; what chooses from its row."""
+    def plan(self, sampling: Sampling, left: int | None, policy: DraftPolicy, most: int) -> Plan:
+        """A round of at most `most` drafts whose pass somebody else runs, on what stands in the slots then."""
         self._logits = None
-        return self._rounds.join(self.tokens, sampling, self._prompt, self._constraint)
+        plan = self._rounds.plan(
+            self.tokens, sampling, policy, self._left(left), self._prompt, self._constraint, most
+        )  # fmt: skip
+        self._step.slots.set(plan.tokens[plan.start :], plan.start)
+        return plan
 
-    def passed(self) -> None:
+    def follow(self, count: int) -> Buffer | None:
+        """Where the pass is to leave its rows for the draft head."""
+        return self._rounds.follow(count)
+
+    def passed(self, plan: Plan) -> None:
         """The pass was submitted."""
-        self.state.advance(self.position + 1)
-        self._rounds.chooser.submit(0)
+        self.state.advance(plan.start + 1 + plan.k)
+        self._rounds.chooser.submit(plan.k)
 
-    def collect(self, start: int, left: int | None) -> None:
-        """The token that was chosen waits for `next`; the pass ran the row at position `start`.
+    def collect(self, plan: Plan) -> list[Drawn]:
+        """What the pass chose.
 
         Raises:
-            DeviceError: the row is no distribution.
+            DeviceError: a row is no distribution.
         """
-        self._drew([self._rounds.joined(self.tokens, start, left)])
+        return self._rounds.chooser.chosen(plan.k, plan.start)
+
+    def settle(self, plan: Plan, drawn: list[Drawn], policy: DraftPolicy, *, warm_up: bool) -> None:
+        """The round is over; what it drew waits for `next`."""
+        self._rounds.settle(plan, drawn, policy, warm_up=warm_up)
+        self._drew(drawn)
 
     def leave(self, start: int) -> None:
-        """The pass failed, or its row: the state is again as it was at position `start`."""
+        """The pass failed, or its rows: the state is again as it was at position `start`."""
         self._rounds.failed(start)
+
+    def _left(self, left: int | None) -> int:
+        """Tokens that may still be drawn."""
+        return self.config.max_position_embeddings - len(self.tokens) if left is None else max(1, left)
 
     def _draw(self, sampling: Sampling, left: int | None) -> list[Drawn]:
         """At least one token after the timeline."""
-        room = self.config.max_position_embeddings - len(self.tokens)
-        left = room if left is None else max(1, left)
+        left = self._left(left)
         if self.position != len(self.tokens) - 1 or self.position < 1:
             return [self._rounds.after(
                 self._current(), self.tokens, sampling, self._prompt, left, self._constraint

@@ -415,3 +415,30 @@ def test_where_drafting_pays_a_request_is_as_fast_with_a_ledger() -> None:
     assert requests(BYTES, 100, 20, 0.9, DraftLedger()) == pytest.approx(
         requests(BYTES, 100, 20, 0.9, None), rel=1e-9
     )
+
+
+def in_a_round(whole: bool, costs: RoundCosts) -> Scheduler:
+    """A scheduler that knows these costs, in a round of five drafts."""
+    bench = Bench(costs)
+    bench.policy = Scheduler(bench.clock, whole=whole)
+    for _ in range(3):
+        bench.round([SURE] * 5, [True] * 5)
+    assert bench.scheduler.costs is not None
+    assert bench.scheduler.begin(5) == 5
+    return bench.scheduler
+
+
+@pytest.mark.parametrize("first", [-3.0, -1.0, 0.0, 1.0, 4.0])
+def test_whole_blocks_are_decided_by_the_first_confidence(first: float) -> None:
+    """All or none; what the later drafts are worth has no say."""
+    answers = {in_a_round(True, BYTES).choose([first, *[later] * 4]) for later in (-SURE, 0.0, SURE)}
+    assert len(answers) == 1 and answers <= {0, 5}
+    p = 1 / (1 + math.exp(-first))  # calibration is 1: every hit was promised
+    pays = sum(p**j for j in range(6)) / BYTES.drafted_s(5) > 1 / BYTES.drafted_s(0)
+    assert answers == {5 if pays else 0}
+
+
+def test_whole_blocks_pay_and_do_not() -> None:
+    assert in_a_round(True, BYTES).choose([SURE] * 5) == 5
+    assert in_a_round(True, BYTES).choose([-SURE] * 5) == 0
+    assert in_a_round(False, BYTES).choose([SURE, SURE, -SURE, SURE, SURE]) == 2  # not whole: cut where it says

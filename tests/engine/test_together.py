@@ -13,7 +13,7 @@ import pytest
 from ds4.engine import Ask, Engine, Sampling, Session
 from ds4.engine.choose import Drawn
 from ds4.engine.sampling import Penalties
-from ds4.engine.together import MOST_SETS
+from ds4.engine.together import MOST_KINDS
 from ds4.errors import CapacityError, DeviceError, RequestError
 from tests.engine.test_against_teacher import prompt
 from tests.engine.test_bits import MODES, state_of
@@ -119,19 +119,40 @@ def test_direct_launches_equal_capture_and_replay(engines: Callable[..., Engine]
     assert drawn[False] == drawn[True]
 
 
-def test_with_a_draft_head(engines: Callable[..., Engine]) -> None:
-    """Alone, together and alone again, from drafting to none and back: the tokens of plain decode, and drafts that
-    are accepted at the end.
-    """
-    plain, drafting = engines("oracle-e", sessions=2), engines("oracle-e", sessions=2, dspark=True, draft_k=3)
-    want = [alone(plain, "oracle-e", 0, 40).drawn, alone(plain, "oracle-e", 6, 12).drawn]
-    first, second = begin(drafting, "oracle-e", 0, 40), begin(drafting, "oracle-e", 6, 12)
-    while not first.done:
-        beside = [second] if len(first.drawn) >= 6 and not second.done else []
-        draw(drafting, [first, *beside])
-    assert [r.drawn for r in (first, second)] == want
-    assert first.session.rounds.verified[0] >= 11  # in company
-    assert sum(first.session.rounds.verified[1:]) > 0
+@pytest.mark.parametrize("draft_k", [3, 1, None])
+def test_with_a_draft_head(engines: Callable[..., Engine], draft_k: int | None) -> None:
+    """Alone, two, three and alone again, with as many drafts as the rows allow: the tokens of plain decode."""
+    plain = engines("oracle-e", sessions=3)
+    drafting = engines("oracle-e", sessions=3, dspark=True, draft_k=draft_k)
+    counts = [40, 24, 12]
+    want = [alone(plain, "oracle-e", i, n).drawn for i, n in enumerate(counts)]
+    runs = [begin(drafting, "oracle-e", i, n) for i, n in enumerate(counts)]
+    shared = 0
+    while not runs[0].done:
+        going = [r for i, r in enumerate(runs) if len(runs[0].drawn) >= 5 * i and not r.done]
+        assert not any(draw(drafting, going))
+        shared += len(going) > 1
+    assert [r.drawn for r in runs] == want
+    assert [state_of(r.session) for r in runs[1:]] == [
+        state_of(alone(plain, "oracle-e", i, counts[i]).session) for i in (1, 2)
+    ]
+    together = drafting._together
+    assert together is not None and shared > 10
+    if draft_k is not None:  # a pass of two has rows for three drafts each, one of three for one
+        kinds = {tuple(m[2] for m in key) for key in together._passes}
+        assert (1 + draft_k, 1 + draft_k) in kinds and (2, 2, 2) in kinds
+
+
+def test_a_round_that_drew_several_serves_several_next(engines: Callable[..., Engine]) -> None:
+    """Drafts that stand wait: the pass after is not before all of them are given."""
+    engine = engines("oracle-e", sessions=2, dspark=True, draft_k=3)
+    runs = [begin(engine, "oracle-e", i, 30) for i in (0, 6)]
+    while not all(r.done for r in runs):
+        draw(engine, [r for r in runs if not r.done])
+    for run in runs:
+        rounds = run.session.rounds
+        assert rounds.tokens == 29  # the first one needs no pass
+        assert rounds.rounds == 29 - sum(rounds.accepted)
 
 
 def test_a_chunk_of_a_prompt_between_two_tokens(engines: Callable[..., Engine]) -> None:
@@ -177,7 +198,9 @@ def test_a_session_whose_row_is_no_distribution_fails_alone(
     monkeypatch.undo()
     assert runs[1].session.position == len(runs[1].session.tokens) - 1  # as before: it may try again
     while going := [r for r in runs if not r.done]:
-        draw(engine, going)
+        assert not any(draw(engine, going))
+    for got, one in zip(runs, want):
+        assert [d.token for d in got.drawn] == [d.token for d in one]
     assert [r.drawn for r in runs] == want
 
 
@@ -235,13 +258,13 @@ def test_graphs_of_sets_that_cannot_come_again_are_dropped(engines: Callable[...
     for _ in range(4):
         draw(engine, runs)
     assert before.keys().isdisjoint(shared._segments._graphs)  # its third lane is gone
-    for _ in range(MOST_SETS + 3):
+    for _ in range(MOST_KINDS + 3):
         runs[1] = begin(engine, "oracle-a", 1, 99)
         engine._idle.clear()
         for _ in range(3):
             draw(engine, runs)
-    assert len(shared._sets) <= MOST_SETS
-    assert len({key[0] for key in shared._segments._graphs}) <= MOST_SETS
+    assert len(shared._passes) <= MOST_KINDS
+    assert len({key[0] for key in shared._segments._graphs}) <= MOST_KINDS
 
 
 def test_old_weights_are_not_shared(engines: Callable[..., Engine]) -> None:
@@ -330,3 +353,48 @@ def test_each_row_has_its_own_mask(engines: Callable[..., Engine]) -> None:
     while not runs[0].done:
         assert draw(engine, runs) == [None] * 3
     assert [r.drawn for r in runs] == want
+
+
+@dataclass
+class Noting:
+    """A policy that drafts all it may and writes down what its clock says at begin, choose and settle."""
+
+    clock: Callable[[], float]
+    told: list[tuple[float, ...]]
+    follows: bool = True
+
+    def begin(self, most: int) -> int:
+        self.at = [self.clock()]
+        return most
+
+    def extend(self, confidences: Sequence[float]) -> bool:
+        return True
+
+    def choose(self, confidences: Sequence[float]) -> int:
+        self.at.append(self.clock())
+        return len(confidences)
+
+    def settle(self, accepted: int, *, first_hit: bool | None = None, warm_up: bool = False) -> None:
+        self.told.append((*self.at, self.clock()))
+
+
+def test_a_session_is_charged_its_drafts_and_its_share_of_the_pass(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines("oracle-e", sessions=2, dspark=True, draft_k=3)
+    engine.drop_idle()
+    runs = [begin(engine, "oracle-e", i, 20) for i in (0, 6)]
+    draw(engine, runs)
+    told: list[tuple[float, ...]] = []
+    shared: Any = engine._together
+    monkeypatch.setattr(shared, "_new_policy", lambda n, clock: Noting(clock, told))
+    ticks = itertools.count(0.0, 8.0)
+    monkeypatch.setattr(shared, "_now", lambda: next(ticks))  # a pass takes eight seconds
+    while not runs[0].done:
+        draw(engine, [r for r in runs if not r.done])
+        if len(told) >= 6:
+            break
+    assert len(told) >= 6
+    for began, drafted, ended in (t for t in told if len(t) == 3):
+        assert 0 <= began < drafted < 4 < ended < 8  # and none of the other one's drafts
+        assert ended - drafted == pytest.approx(4, abs=0.5)

@@ -163,9 +163,9 @@ def _complaint_of(content: Content, fault: str) -> RequestError:
 
 def _refused(field: str, fault: str) -> RequestError:
     lines = [line.strip() for line in fault.strip().split("\n") if line.strip()]
-    return RequestError(
-        f"{field}: {lines[0][:300] if lines else 'it cannot be compiled'}", field, "unsupported_grammar"
-    )
+    lines[1:] = [line for line in lines[1:] if line.startswith("error: ")]  # the rest shows where in the grammar
+    why = " ".join(lines)[:300] or "it cannot be compiled"
+    return RequestError(f"{field}: {why}", field, "unsupported_grammar")
 
 
 def _deep(work: Callable[[], T]) -> T:

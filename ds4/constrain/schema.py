@@ -43,7 +43,7 @@ _KEYWORDS = (
 # what a complaint that does not name its keyword is about
 _ABOUT = (
     ("oneOf constraints", "oneOf"), ("patternProperty", "patternProperties"), ("regex parse error", "pattern"),
-    ("Unknown format", "format"), ("Invalid type", "type"), ("Resource ", "$ref"), ("Pointer ", "$ref"),
+    ("Unknown format", "format"), ("Invalid type", "type"), ("Pointer ", "$ref"),
     ("NoExtension", "$ref"), ("schema too large", "allOf"), ("float range", "minimum"), ("regex", "pattern"),
 )  # fmt: skip
 
@@ -140,12 +140,14 @@ def _check_depth(value: Any) -> None:
     stack = [(value, "#", 1)]
     while stack:
         v, at, depth = stack.pop()
+        if not isinstance(v, (Mapping, list)):
+            continue
         if depth > MOST_DEPTH:
             keyword = next((p for p in reversed(at.split("/")) if p in _KEYWORDS), "properties")
             raise SchemaFault(keyword, at[:200], f"the schema is nested deeper than {MOST_DEPTH} levels")
         if isinstance(v, Mapping):
             stack += [(x, f"{at}/{_escaped(str(k))}", depth + 1) for k, x in v.items()]
-        elif isinstance(v, list):
+        else:
             stack += [(x, f"{at}/{i}", depth + 1) for i, x in enumerate(v)]
 
 
@@ -168,9 +170,13 @@ def fault_of(message: str, schema: Any) -> SchemaFault:
             for name in names:
                 if name in s:
                     return SchemaFault(name, at, "this server cannot hold an answer to it")
-        return SchemaFault(names[0] if names else "schema", "#", "this server cannot hold an answer to it")
+        why = f"it leads to {names[0] if names else message!r}, which this server cannot hold an answer to"
+        return SchemaFault("$ref", _place(schema, "$ref"), why)  # into a meta-schema, which the compiler knows
     if "schema is false" in message:
         return SchemaFault("false", _place(schema, None), "no value is left that the schema allows")
+    if first.startswith("Resource "):
+        keyword = "$ref" if _has(schema, "$ref") else "$schema"
+        return SchemaFault(keyword, _place(schema, keyword), "nothing outside of the schema itself is looked up")
     if first.startswith("NoExtension"):  # what its first mask says of references in a circle
         first = "it leads to no value"
     words = re.findall(r"[$A-Za-z]+", message)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds4.cli.serve import make_prefixes, parse
 from ds4.engine import keep_file
 from ds4.engine.keep import Mark, save
 from ds4.errors import Ds4Error, UsageError
@@ -305,3 +306,26 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "no" / "where"):
         with pytest.raises(UsageError, match=f"--prefix-dir {path}: "):
             PrefixFolder(path, 1)
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--prefix-memory-mb", "-1"], ["--prefix-dir", "d", "--prefix-reuse", "off"], ["--prefix-disk-mb", "5"],
+        ["--prefix-disk-mb", "0", "--prefix-dir", "d"],
+    ],
+)  # fmt: skip
+def test_flags_that_are_refused(flags: list[str]) -> None:
+    with pytest.raises(UsageError, match=flags[0]):
+        parse(["-m", "x.gguf", *flags])
+
+
+def test_flags_that_are_understood(folder: Path) -> None:
+    assert make_prefixes(parse(["-m", "x.gguf", "--prefix-reuse", "off"])) is None
+    assert make_prefixes(parse(["-m", "x.gguf"])) is not None and not folder.exists()
+    kept = make_prefixes(parse(["-m", "x.gguf", "--prefix-reuse", "decoded", "--prefix-dir", str(folder)]))
+    assert kept is not None and os.listdir(folder) == ["lock"]
+    kept.close()

@@ -81,6 +81,23 @@ def test_answers_are_the_same_in_longer_conversations(dspark: bool) -> None:
     same_answers("replay", dspark, longer(), [0, 190, 160, 112, 128, 190, 250, 0])
 
 
+@pytest.mark.parametrize("prefill", ["replay", pytest.param("full", marks=pytest.mark.long)])
+def test_decoded_goes_on_as_the_session_itself_would(prefill: str) -> None:
+    """From an answer's end, taken up by another session: the bits of the session that gave it and reads on."""
+    engine = Engine.open(
+        toy_base("oracle-e", bits=9), engram_dir=toy_dir("oracle-e"), device=opened("fast", "greedy"),
+        prefill=prefill, chunk=16, dspark=True,
+    )  # fmt: skip
+    ids, prefixes = prompt("oracle-e", 80), Prefixes(1 << 30, least=16, decoded=True)
+    own = ask(prefixes, engine, ids[:40], 6)
+    after = [*ids[:40], *own.tokens, *ids[60:65]]
+    got = ask(prefixes, engine, after, 4)
+    assert got.cached == 45  # the answer's last token was drawn and never run
+    own.session.sync(after)
+    assert got.tokens == more(own.session, 4) and settled(got.session) == settled(own.session)
+    assert ask(prefixes, engine, ids[:40], 6).tokens == own.tokens
+
+
 # ---- what is kept, on sessions that no device runs
 
 

@@ -17,7 +17,7 @@ logits, compressor inputs f32; softmax, norms, Sinkhorn and accumulation f32 ins
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds4.device import Buffer, Device
@@ -153,8 +153,22 @@ class Pass:
     def mask(self, part: Part) -> Buffer:
         """The candidate mask of a part; it lives from the layer that makes it to the last one that uses it."""
         rows = -(-part.state.capacity // max(1, self.config.compress_ratios[self.config.candidate_source_layer_id]))
-        name = f"candidates_{part.index}" if part.index else "candidates"
-        return self.ws.get(name, (part.R, mask_words(rows, self.config.candidate_block_size)), "u32")
+        shape = part.R, mask_words(rows, self.config.candidate_block_size)
+        return self.ws.part(part.index).get("candidates", shape, "u32")
+
+    def each(self, work: Callable[[Part, Workspace], None]) -> None:
+        """`work(part, its scratch)` for every part, beside each other: one sequence's launches are too small to fill
+        the device.
+        """
+        self._each(self.parts, work)
+
+    def _each(self, parts: Sequence[Part], work: Callable[[Part, Workspace], None]) -> None:
+        part, others = parts[0], parts[1:]
+        if not others:
+            work(part, self.ws.part(part.index))
+            return
+        with self.device.beside(lambda: self._each(others, work)):
+            work(part, self.ws.part(part.index))
 
 
 def begin(p: Pass, w: ModelWeights, ids: Buffer, one_hot: Buffer) -> None:
@@ -217,7 +231,8 @@ def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
         g = p.temp("compress_g", R, c.head_dim, dtype="f32")
         linear(dev, p.ws, p.family, comp.gate, g, y, R)
     lat = p.temp("latent", R, c.head_dim)
-    for part in p.parts:
+
+    def pool(part: Part, _: Workspace) -> None:
         rows, pos = part.state.sources[lw.layer], part.rows(p.pos)
         gate = None if g is None else part.rows(g)
         compress_pool(
@@ -225,14 +240,19 @@ def publish(p: Pass, lw: LayerWeights, y: Buffer) -> None:
         )  # fmt: skip
         if rows.partial is not None and gate is not None:
             compress_commit(dev, rows.partial, part.rows(a), gate, pos, part.R)
+
+    p.each(pool)
     key = p.temp("index_key", R, c.index_head_dim, dtype="f32")
     linear(dev, p.ws, p.family, comp.index_key, key, lat, R)
-    for part in p.parts:
+
+    def store(part: Part, _: Workspace) -> None:
         rows, pos = part.state.sources[lw.layer], part.rows(p.pos)
         index_keys(
             dev, rows.keys, part.rows(key), comp.index_key_norm, pos, lw.freq, part.R, lw.ratio, c.rms_norm_eps
         )  # fmt: skip
         compress_store(dev, rows.comp, part.rows(lat), pos, lw.freq, part.R, lw.ratio)
+
+    p.each(store)
 
 
 def _index_query(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> tuple[Buffer, Buffer]:
@@ -247,24 +267,23 @@ def _index_query(p: Pass, lw: LayerWeights, y: Buffer, qr: Buffer) -> tuple[Buff
     return q, w
 
 
-def _select(p: Pass, lw: LayerWeights, q: Buffer, w: Buffer) -> None:
-    """An index source's picks for every row (model-text 5.6); later layers reuse them."""
-    c, picks = p.config, p.picks
+def _select(p: Pass, part: Part, ws: Workspace, lw: LayerWeights, q: Buffer, w: Buffer) -> None:
+    """An index source's picks for every row of a part (model-text 5.6); later layers reuse them."""
+    c = p.config
     owner = c.kv_owner(lw.layer)
     assert owner is not None
+    candidates = None
+    if lw.layer == c.candidate_source_layer_id:
+        candidates = ("make", p.mask(part))
+    elif c.uses_candidates(lw.layer):
+        candidates = ("use", p.mask(part))
+    keys = part.state.sources[part.published.get(lw.layer, owner)].keys
     factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-    for part in p.parts:
-        candidates = None
-        if lw.layer == c.candidate_source_layer_id:
-            candidates = ("make", p.mask(part))
-        elif c.uses_candidates(lw.layer):
-            candidates = ("use", p.mask(part))
-        keys = part.state.sources[part.published.get(lw.layer, owner)].keys
-        index_select(
-            p.device, p.ws, p.family, part.rows(picks), part.rows(q), part.rows(w), keys, part.rows(p.pos), part.R,
-            ratio=lw.ratio, capacity=-(-part.state.capacity // lw.ratio), factor=factor, candidates=candidates,
-            block_size=c.candidate_block_size, topk_blocks=c.candidate_topk_blocks,
-        )  # fmt: skip
+    index_select(
+        p.device, ws, p.family, part.rows(p.picks), part.rows(q), part.rows(w), keys, part.rows(p.pos), part.R,
+        ratio=lw.ratio, capacity=-(-part.state.capacity // lw.ratio), factor=factor, candidates=candidates,
+        block_size=c.candidate_block_size, topk_blocks=c.candidate_topk_blocks,
+    )  # fmt: skip
 
 
 def _window_rows(p: Pass, lw: LayerWeights, y: Buffer) -> None:
@@ -313,10 +332,11 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer, *, whole: bool = False) -> None
     with p.beside(keys):
         q, qr = _queries(p, lw, y)
         index = _index_query(p, lw, y, qr) if lw.indexer is not None else None
-    if index is not None:
-        _select(p, lw, *index)
     out = p.temp("attn_out", R, H, K)
-    for part in p.parts:
+
+    def attend_to_own(part: Part, ws: Workspace) -> None:
+        if index is not None:
+            _select(p, part, ws, lw, *index)
         chunk, pos, ring = part.rows(p.window_chunk), part.rows(p.pos), part.state.rings[lw.layer]
         comp = picks = None
         if lw.ratio:
@@ -324,10 +344,12 @@ def attend(p: Pass, lw: LayerWeights, y: Buffer, *, whole: bool = False) -> None
             assert owner is not None
             comp, picks = part.state.sources[owner].comp, part.rows(p.picks)
         attention(
-            dev, p.ws, fam, part.rows(out), part.rows(q), ring, chunk, comp, picks, lw.sinks, pos, lw.freq,
+            dev, ws, fam, part.rows(out), part.rows(q), ring, chunk, comp, picks, lw.sinks, pos, lw.freq,
             part.state.first_slot(lw.layer), part.R, window=c.sliding_window,
         )  # fmt: skip
         window_commit(dev, ring, chunk, pos, part.R)
+
+    p.each(attend_to_own)
     u = p.temp("attn_u", R, c.o_groups * c.o_lora_rank)
     linear(dev, p.ws, fam, lw.out_a, u, out, R, groups=c.o_groups)
     back = p.temp("block_out", R, c.hidden_size)

@@ -45,6 +45,20 @@ class Workspace:
             self.generation += 1
         return held.view(0, shape, dtype)
 
+    def part(self, index: int) -> Workspace:
+        """The same workspace under names of its own, for one of several sequences that run beside each other."""
+        return _Part(self, index) if index else self
+
     def nbytes(self) -> int:
         """Bytes held by all scratch buffers."""
         return sum(b.nbytes for b in self._buffers.values())
+
+
+class _Part(Workspace):
+    """Scratch of another workspace, by other names."""
+
+    def __init__(self, whole: Workspace, index: int) -> None:
+        self._whole, self._suffix = whole, f"_{index}"
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
+        return self._whole.get(name + self._suffix, shape, dtype)

@@ -7,7 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from ds4.engine import Ask, Engine, Sampling
+from ds4.engine.scratch import Workspace
+from ds4.errors import DeviceError
 from tests.engine.test_against_teacher import prompt
 from tests.engine.test_beside import REPLAYS, engine_of, only_simt
 
@@ -39,3 +43,16 @@ def test_a_shared_pass_is_ordered(bases: Callable[[str], Path]) -> None:
         assert engine._together is not None
         counts = engine._together.counts
         assert counts.captures == 1 and counts.replays == TOKENS - 2
+
+
+def test_sessions_in_one_scratch_are_noticed(bases: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run beside each other: with the same names for their temporaries the check build says so."""
+    engine = engine_of(bases("oracle-a"), "oracle-a", sessions=3)
+    only_simt(engine)
+    monkeypatch.setattr(Workspace, "part", lambda self, index: self)
+    sessions = [engine.session() for _ in range(2)]
+    for session in sessions:
+        session.sync(prompt("oracle-a", 40))
+        session.next(GREEDY)
+    errors = engine.draw([Ask(s, GREEDY) for s in sessions])
+    assert all(isinstance(e, DeviceError) for e in errors), errors

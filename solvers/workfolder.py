@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ds4.base.output import sync_folder, write_text
+from ds4.base.output import write_text
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 
 MANIFEST = "manifest.json"

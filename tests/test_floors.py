@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS: list[set[str]] = [  # ground floor first
-    {"ds4.errors"},  # the ground floor has a step: everybody may raise
+    {"ds4.errors", "ds4.disk"},  # the ground floor has a step: everybody may raise
     {"ds4.model", "ds4.settings", "ds4.embedded"},
     {"ds4.device"},
     {"ds4.checkpoint", "ds4.work"},

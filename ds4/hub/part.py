@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, FileFormatError
 from ds4.hub.names import NOTE, PART, Hasher, Piece, Wanted
 
@@ -72,7 +73,7 @@ class Part:
                     self._keep(f)
                 self._check_whole(f)
             os.replace(self.path, self.target)
-            flush_folder(self.target.parent)
+            sync_folder(self.target.parent)
             self._note.unlink(missing_ok=True)
         except OSError as e:
             raise file_error(self.path, e) from e
@@ -228,15 +229,6 @@ def write_beside(path: Path, data: bytes) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
-
-
-def flush_folder(folder: Path) -> None:
-    """Make a rename in it last."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def file_error(path: Path, e: OSError) -> Ds4Error:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, UsageError
-from ds4.posttrain.log import BESIDE, LOCK, day_file, days, locked, read_file, replace_file, sync_folder
+from ds4.posttrain.log import BESIDE, LOCK, day_file, days, locked, read_file, replace_file
 from ds4.posttrain.quotes import ID, Quotes, texts_of
 
 

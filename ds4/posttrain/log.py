@@ -22,6 +22,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 
 LOCK = ".lock"
@@ -287,12 +288,3 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600) -> None:
         if e.errno in FULL:
             raise CapacityError(f"{path}: the disk is full, so it is as it was; make room and run this again") from e
         raise Ds4Error(f"{path}: cannot be written ({e.strerror or e})") from e
-
-
-def sync_folder(folder: Path) -> None:
-    """Names in `folder` to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

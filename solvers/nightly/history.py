@@ -16,8 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, FileFormatError
-from ds4.posttrain.log import FULL, row_bytes, sync_folder
+from ds4.posttrain.log import FULL, row_bytes
 
 
 @dataclass(frozen=True)

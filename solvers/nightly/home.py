@@ -26,8 +26,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ds4.disk import sync_folder
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
-from ds4.posttrain.log import FULL, replace_file, sync_folder
+from ds4.posttrain.log import FULL, replace_file
 from ds4.posttrain.nights import CURRENT, KIND, MARK, NIGHTS, VERSION, is_nightly
 from solvers.nightly.history import History
 

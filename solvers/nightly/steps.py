@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds4.disk import sync_folder
 from ds4.errors import FileFormatError
-from ds4.posttrain.log import replace_file, sync_folder
+from ds4.posttrain.log import replace_file
 from solvers.nightly.home import JOB, errors
 
 Say = Callable[[str], None]

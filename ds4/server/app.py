@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from ds4.constrain import Compiler
 from ds4.errors import Ds4Error
 from ds4.server.admin import Admin
 from ds4.server.answer import Answer, Writer, model_card, model_list
@@ -119,7 +120,7 @@ class Routes:
     ) -> None:
         self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
         self._created = int(time.time())
-        self._keyed = keyed
+        self._keyed, self._compiler = keyed, Compiler()
         self.store = ResponseStore()
 
     async def health(self) -> Response:
@@ -193,7 +194,8 @@ class Routes:
         # parsing and tokenizing a long prompt takes a while: not on the loop that serves everybody
         fields = await asyncio.to_thread(parse_object, body)
         asked, answer = await asyncio.to_thread(api, fields, card, self._limits)
-        job = Job(asked.generation, Outbox(self._limits.outbox_chars))
+        generation = await asyncio.to_thread(asked.constrained, self._compiler, card.tokenizer)
+        job = Job(generation, Outbox(self._limits.outbox_chars))
         path = request.url.path
         self._metrics.begin(job, path)
         self._worker.submit(job)

@@ -17,6 +17,7 @@ from ds4.model.chat import attach_tools, other_turns, prepare, render, resolve_e
 from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Limits, ServedModel, Tools
+from ds4.server.shape import Shape
 from ds4.server.shared_fields import LATER, Asked, Names, generation_of
 from ds4.server.thinking import Thinking
 from ds4.server.tool_fields import check_results
@@ -32,6 +33,7 @@ class ChatForm:
         messages: as `ds4.model.chat.render` takes them.
         tools: that the model is told of.
         names: what its API calls the fields.
+        shape: what is asked of the answer.
         places: where each message came from, in its API's words; empty: they came as they are.
     """
 
@@ -39,6 +41,7 @@ class ChatForm:
     tools: Tools | None
     thinking: Thinking
     names: Names
+    shape: Shape
     places: Sequence[str] = field(default=())
 
     def logged(self) -> dict[str, Any]:
@@ -86,7 +89,27 @@ class ChatForm:
             fields, engine, limits, ids, self.names, in_reasoning=in_reasoning, logprobs=logprobs
         )
         chat = replace(generation, ends=other_turns(engine.tokenizer), tools=self.tools)
-        return Asked(chat, self.logged(), fields.boolean("return_progress") or False)
+        return Asked(chat, self.logged(), fields.boolean("return_progress") or False, self.shape)
+
+    def told(self, schema: Mapping[str, Any] | None, field: str) -> ChatForm:
+        """This chat, whose model is told of the schema that its answer follows: in the first system message, as the
+        chat format has it, or in one of its own in front.
+
+        Raises:
+            RequestError: that message has a format of its own.
+        """
+        if schema is None:
+            return self
+        messages, places = list(self.messages), list(self.places)
+        i = next((i for i, m in enumerate(messages) if isinstance(m, Mapping) and m.get("role") == "system"), None)
+        if i is None:
+            messages.insert(0, {"role": "system", "content": ""})
+            places = [field, *(places or [f"messages[{j}]" for j in range(len(messages) - 1)])]
+            i = 0
+        elif messages[i].get("response_format") is not None:
+            raise RequestError(f"messages[{i}] and {field} both say what the answer is; give one of them", field)
+        messages[i] = {**messages[i], "response_format": schema}
+        return replace(self, messages=messages, places=places)
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

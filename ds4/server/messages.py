@@ -16,6 +16,7 @@ from ds4.model.tools import json_text
 from ds4.server.chat_form import ChatForm
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Limits, ServedModel
+from ds4.server.shape import read_shape, told_schema
 from ds4.server.shared_fields import LATER, Asked, Names
 from ds4.server.thinking import Thinking, known_effort, thinking_of
 from ds4.server.tool_fields import read_tools
@@ -79,7 +80,27 @@ def messages_form(fields: Fields, engine: ServedModel) -> ChatForm:
     tools = Fields({"tools": _tools(fields), **_choice(fields)})
     with naming("tools"):
         told = read_tools(tools, engine.tokenizer)
-    return ChatForm(chat.messages, told, _thinking(fields), NAMES, chat.places)
+    thinking, (wanted, field) = _thinking(fields), _format(fields)
+    shape = read_shape(
+        fields, wanted, field, choice=tools.raw.get("tool_choice"), tools=told, budget=thinking.budget,
+        parameters="input_schema",
+    )  # fmt: skip
+    return ChatForm(chat.messages, told, thinking, NAMES, shape, chat.places).told(told_schema(wanted), field)
+
+
+def _format(fields: Fields) -> tuple[object, str]:
+    """What the answer has to be, and where that stands: `output_config.format`, or `output_format` by its older name.
+
+    Raises:
+        RequestError: both say something.
+    """
+    config = fields.nested("output_config")
+    name = "output_config.format"
+    if config is None or not config.has("format"):
+        return fields.raw.get("output_format"), "output_format"
+    if fields.has("output_format"):
+        raise RequestError(f"{name} and output_format are one thing; give one of them", name)
+    return config.raw["format"], name
 
 
 def _read(message: Fields, chat: _Chat) -> None:

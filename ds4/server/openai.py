@@ -16,6 +16,7 @@ from ds4.model.tokenizer import Tokenizer
 from ds4.server.chat_form import ChatForm
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Generation, Limits, ServedModel
+from ds4.server.shape import read_shape, told_schema
 from ds4.server.shared_fields import LATER, Asked, Names, chat_logprobs, generation_of, with_usage
 from ds4.server.thinking import thinking_of
 from ds4.server.tool_fields import read_tools
@@ -59,7 +60,11 @@ def chat_of(fields: Fields, engine: ServedModel) -> ChatForm:
     for i, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("tools"):
             raise RequestError(f"messages[{i}].tools {LATER}", "messages", "unsupported_parameter")
-    return ChatForm([_renamed(m) for m in messages], read_tools(fields, engine.tokenizer), thinking_of(fields), CHAT)
+    tools, thinking = read_tools(fields, engine.tokenizer), thinking_of(fields)
+    wanted = fields.raw.get("response_format")
+    shape = read_shape(fields, wanted, choice=fields.raw.get("tool_choice"), tools=tools, budget=thinking.budget)
+    form = ChatForm([_renamed(m) for m in messages], tools, thinking, CHAT, shape)
+    return form.told(told_schema(wanted), "response_format")
 
 
 def _renamed(message: Any) -> Any:
@@ -93,7 +98,8 @@ def ask_completion(fields: Fields, engine: ServedModel, limits: Limits) -> Asked
     if asked is not None:
         text = ids[1:] if ids[0] == engine.config.bos_token_id else ids
         generation = replace(generation, prompt_chars=len(engine.tokenizer.decode(text)))
-    return Asked(generation, {"prompt": fields.raw["prompt"]}, fields.boolean("return_progress") or False)
+    shape = read_shape(fields, fields.raw.get("response_format"))
+    return Asked(generation, {"prompt": fields.raw["prompt"]}, fields.boolean("return_progress") or False, shape)
 
 
 def _refuse_common(fields: Fields) -> None:
@@ -102,9 +108,6 @@ def _refuse_common(fields: Fields) -> None:
     fields.string("model")  # any name is answered: one server, one model
     fields.refuse("functions", [[]], f"{LATER}; it takes tools")
     fields.refuse("function_call", ["auto", "none"], f"{LATER}; it takes tool_choice")
-    response_format = fields.nested("response_format")
-    if response_format is not None:
-        response_format.refuse("type", ["text"], 'may only be "text" on this server')
 
 
 def _prompt_ids(prompt: Any, engine: ServedModel) -> list[int]:

@@ -18,6 +18,7 @@ from ds4.server.chat_form import ChatForm
 from ds4.server.fields import Fields, kind_of, naming
 from ds4.server.request import Limits, ServedModel
 from ds4.server.responses_store import Item, ResponseStore
+from ds4.server.shape import read_shape, told_schema
 from ds4.server.shared_fields import LATER, Asked, Names
 from ds4.server.thinking import Thinking, known_effort, thinking_of
 from ds4.server.tool_fields import read_tools
@@ -29,6 +30,7 @@ NOTHING: dict[str, list[object]] = {
     "background": [False], "truncation": ["disabled"], "conversation": [], "prompt": [],
 }  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
+FORMAT = "text.format"
 ECHOED = ("user", "safety_identifier", "prompt_cache_key")
 
 
@@ -61,7 +63,7 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
         fields.refuse(name, accepted, LATER)
     fields.string("model")  # any name is answered: one server, one model
     keep = fields.boolean("store")
-    _text_format(fields)
+    wanted = _format(fields)
     logprobs = _logprobs(fields)
     tools = _tools(fields)
     choice = _choice(fields)
@@ -76,7 +78,11 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
     for i, item in enumerate([*before, *items]):
         turns.take(Fields(item, f"input[{i - len(before)}]." if i >= len(before) else "previous_response_id."))
     thinking, reasoning = _thinking(fields)
-    form = ChatForm(turns.messages, told, thinking, NAMES, turns.places)
+    shape = read_shape(
+        fields, wanted, FORMAT, choice=choice["tool_choice"], tools=told, budget=thinking.budget,
+        parameters="parameters",
+    )  # fmt: skip
+    form = ChatForm(turns.messages, told, thinking, NAMES, shape, turns.places).told(told_schema(wanted), FORMAT)
     asked = form.asked(fields, engine, limits, logprobs)
     sampling = asked.generation.sampling
     echo: dict[str, Any] = {name: fields.string(name) for name in ECHOED}
@@ -85,7 +91,7 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
         "instructions": instructions, "previous_response_id": previous, "reasoning": reasoning,
         "metadata": _metadata(fields), "parallel_tool_calls": fields.raw.get("parallel_tool_calls") is not False,
         "store": keep is not False, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "text": {"format": _text_format(fields)}, "tool_choice": fields.raw.get("tool_choice") or "auto",
+        "text": {"format": wanted}, "tool_choice": fields.raw.get("tool_choice") or "auto",
         "tools": fields.raw.get("tools") or [], "top_logprobs": logprobs or 0,
     }  # fmt: skip
     return ResponseAsked(asked, echo, items, previous, keep is not False)
@@ -276,10 +282,8 @@ def _metadata(fields: Fields) -> dict[str, Any]:
     return {name: given.string(name) for name in given.raw}
 
 
-def _text_format(fields: Fields) -> dict[str, Any]:
+def _format(fields: Fields) -> dict[str, Any]:
+    """`text.format`; its default is what it says then."""
     text = fields.nested("text")
     given = None if text is None else text.nested("format")
-    if given is None:
-        return {"type": "text"}
-    given.refuse("type", ["text"], 'may only be "text" on this server')
-    return {"type": "text"}
+    return {"type": "text"} if given is None else dict(given.raw)

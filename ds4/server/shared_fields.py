@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ds4.constrain import Compiler
 from ds4.engine import Sampling
 from ds4.engine.sampling import MOST_TOP, Penalties
 from ds4.errors import RequestError
+from ds4.model.tokenizer import Tokenizer
 from ds4.server.fields import Fields
 from ds4.server.request import Generation, Limits, ServedModel
+from ds4.server.shape import Shape
 
 ID = re.compile("0|[1-9][0-9]{0,9}")
 LATER = "is not supported by this server"
@@ -27,11 +30,22 @@ class Asked:
         generation: what it asks for.
         logged: of it what its prompt was made of, as a chat or a prompt: enough to make the same prompt again.
         progress: a stream tells how far its prompt is read.
+        shape: what is asked of the answer, still to be compiled.
     """
 
     generation: Generation
     logged: Mapping[str, Any]
     progress: bool = False
+    shape: Shape = field(default_factory=Shape)
+
+    def constrained(self, compiler: Compiler, tokenizer: Tokenizer) -> Generation:
+        """`generation`, whose answer obeys `shape`. It takes a while.
+
+        Raises:
+            RequestError: names the field, and what of it cannot be held.
+        """
+        g = self.generation
+        return replace(g, constraint=self.shape.compiled(compiler, tokenizer, in_reasoning=g.in_reasoning))
 
 
 @dataclass(frozen=True)

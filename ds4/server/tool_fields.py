@@ -11,23 +11,15 @@ from ds4.model.tools import declaration, render_tools
 from ds4.server.fields import Fields, kind_of, naming
 from ds4.server.request import Tools
 
-CHOICES = ("auto", "none")
-
 
 def read_tools(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
     """The tools that the model is told of; None: of none, and nothing that it writes is a call.
 
-    With `tool_choice` "none" those of the request are checked, and not told.
+    With `tool_choice` "none" those of the request are checked, and not told; what else it says is `shape.py`'s.
 
     Raises:
         RequestError: names the tool and what is wrong with it, or the field.
     """
-    choice = fields.raw.get("tool_choice")
-    if choice is not None and choice not in CHOICES:
-        raise RequestError(
-            'tool_choice may only be "auto" or "none": this server cannot force a call yet, as that takes structured '
-            "output", "tool_choice", "unsupported_parameter",
-        )  # fmt: skip
     together = fields.boolean("parallel_tool_calls")
     declared = declared_tools(fields)
     names: dict[str, tuple[str, str | None]] = {}
@@ -44,7 +36,7 @@ def read_tools(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
             text.encode()
         except UnicodeEncodeError as e:
             raise RequestError(f"tools hold a lone surrogate, U+{ord(text[e.start]):04X}, which no text has") from e
-    if choice == "none":
+    if fields.raw.get("tool_choice") == "none":
         return None
     if not tokenizer.has_special(DSML):
         raise RequestError(

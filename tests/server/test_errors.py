@@ -110,6 +110,8 @@ CHAT_WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
 ]
@@ -155,9 +157,6 @@ def test_wrong_penalties_are_named_by_both(server: Served, fields: dict[str, Any
     [
         ({"n": 2}, "n"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ],
 )
 def test_what_is_not_supported_says_so(server: Served, fields: dict[str, Any], param: str) -> None:

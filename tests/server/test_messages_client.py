@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -31,7 +32,12 @@ def server() -> Iterator[Served]:
 
 
 def client(server: Served, key: str = "none") -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=30)
+    return made(server.url, key)
+
+
+@cache
+def made(url: str, key: str) -> Any:
+    return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, timeout=30)
 
 
 def ask(server: Served, stream: bool, **fields: Any) -> Any:

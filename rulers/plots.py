@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 WIDTH, BAR, GAP, LEFT, RIGHT = 640, 14, 10, 150, 70
 BINS = 20
+REACH = 36  # of a tick's text: two that are closer run into each other
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def histogram(values: F64, label: str, color: str = "#2b6cb0") -> str:
 
 
 def intervals(rows: Sequence[Row], title: str, *, zero: bool = False) -> str:
-    """A point a row with two standard errors to both sides, all on one axis. `zero`: the axis holds 0, marked."""
+    """A point a row with two standard errors to both sides, all on one axis. `zero`: the axis holds 0, which is
+    marked, and told instead of what is close to it.
+    """
     ends = [r.value + k * 2 * (r.se or 0.0) for r in rows for k in (-1, 1)]
     low, high = _span([*ends, 0.0] if zero else ends)
     inner = WIDTH - LEFT - RIGHT
@@ -71,7 +74,10 @@ def intervals(rows: Sequence[Row], title: str, *, zero: bool = False) -> str:
         parts.append(f'<circle cx="{x(row.value):.1f}" cy="{y}" r="4" fill="#1a365d"/>')
         parts.append(_text(WIDTH - RIGHT + 8, y + 4, f"{row.value:.4f}", "start"))
     parts.append(f'<line x1="{LEFT}" x2="{LEFT + inner}" y1="{bottom}" y2="{bottom}" stroke="#718096"/>')
-    parts += [_text(x(v), bottom + 14, f"{v:.3f}", "middle") for v in (low, (low + high) / 2, high)]
+    ticks = [(v, f"{v:.3f}") for v in (low, (low + high) / 2, high)]
+    if zero:
+        ticks = [(v, t) for v, t in ticks if abs(x(v) - x(0)) > REACH] + [(0.0, "0")]
+    parts += [_text(x(v), bottom + 14, t, "middle") for v, t in ticks]
     return _svg(WIDTH, bottom + 20, title, parts)
 
 

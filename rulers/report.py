@@ -33,6 +33,7 @@ _STYLE = (
     "body{font:14px/1.5 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#1a202c;background:#fff}"
     "table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #cbd5e0;padding:.25em .6em;text-align:right}"
     "td:first-child,th:first-child{text-align:left}.row{display:flex;flex-wrap:wrap;gap:1em}"
+    "svg{max-width:100%;height:auto}"
 )
 
 

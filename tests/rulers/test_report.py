@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -126,3 +127,15 @@ def test_sides_that_do_not_fit_are_refused() -> None:
         make([("x", a)], [("y", reading(0.2, of=text(9)))])
     with pytest.raises(UsageError, match="at least one reading"):
         make([])
+
+
+def test_zero_is_told_and_no_tick_runs_into_another() -> None:
+    for value in (0.015, -0.015, 0.0, 3.0):
+        svg = ElementTree.fromstring(intervals([Row("code", value, 0.0015)], "moved", zero=True))
+        texts = [e for e in svg if e.tag.endswith("text")]
+        bottom = max(float(e.get("y", "0")) for e in texts)
+        ticks = sorted((float(e.get("x", "0")), e.text) for e in texts if float(e.get("y", "0")) == bottom)
+        assert [t for _, t in ticks].count("0") == 1
+        (line,) = [e for e in svg if e.get("stroke") == "#a0aec0"]
+        assert {t: x for x, t in ticks}["0"] == float(line.get("x1", "0"))
+        assert all(b - a > 36 for (a, _), (b, _) in pairwise(ticks))

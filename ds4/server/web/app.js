@@ -21,6 +21,7 @@ let editing = null; // the message that is replaced by the next one
 let stick = true; // the end of the chat stays in sight
 let saving = 0;
 let model = "";
+let leaving = false; // the page may be about to go: requests that break off now were not refused by anybody
 
 const say = (words) => (byId("said").textContent = words);
 
@@ -166,11 +167,15 @@ async function run(turn, resume) {
     turn.state = "done";
     say("The answer is complete");
   } catch (error) {
+    if (leaving) {
+      keep(); // as one that is being written: the page that comes next says that it was cut
+      await new Promise((go) => setTimeout(go, 3000));
+    }
     const stopped = error.name === "AbortError";
     turn.state = stopped ? "stopped" : turn.text || turn.reasoning ? "cut" : "failed";
-    if (!stopped) turn.error = error instanceof Refused ? error.message : `This page failed: ${error.message}`;
+    if (!stopped && error.code !== "cut") turn.error = error instanceof Refused ? error.message : `This page failed: ${error.message}`;
     if (!stopped && !(error instanceof Refused)) console.error(error);
-    say(stopped ? "Stopped" : turn.error);
+    say(stopped ? "Stopped" : turn.error ?? error.message);
   }
   running = null;
   reading(null);
@@ -311,6 +316,10 @@ byId("edit-cancel").addEventListener("click", () => {
 });
 byId("new").addEventListener("click", () => show(newChat()));
 byId("chats").addEventListener("click", () => openChats(chat.id, (id) => show((id && loadChat(id)) || newChat())));
+window.addEventListener("beforeunload", () => {
+  leaving = true;
+  setTimeout(() => (leaving = false), 3000); // it stayed: a download, say
+});
 window.addEventListener("pagehide", () => running && keep());
 window.addEventListener("storage", (event) => {
   if (running || !isChatKey(event.key, chat.id)) return; // another tab wrote in this chat

@@ -299,7 +299,7 @@ class Inline {
   codeSpan(i) {
     let end = i;
     while (this.text[end] === "`") end += 1;
-    const starts = this.ticks.get(end - i);
+    const starts = this.ticks.get(end - i) ?? { at: [], passed: 0 }; // none: a backslash took the first of the run
     while (starts.at[starts.passed] < end) starts.passed += 1;
     const close = starts.at[starts.passed];
     if (close === undefined) return this.say(this.text.slice(i, end), end);

@@ -135,7 +135,7 @@ def _print(args: argparse.Namespace, folder: Path, state: State) -> None:
             "sources": list(plan.sources), "bytes": plan.size, "missing_bytes": state.missing, "no_room": lacking,
             "released_tool_text": problem is None if complete and plan.base else None,
             "files": [
-                {"name": w.name, "bytes": w.size, "sum": str(w.sum or w.pieces[0].sum), "here": w.name in state.here}
+                {"name": w.name, "bytes": w.size, "checked_by": w.checked_by, "here": w.name in state.here}
                 for w in plan.files
             ],
         }  # fmt: skip

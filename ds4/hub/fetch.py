@@ -220,7 +220,7 @@ class Fetch:
             record.done[wanted.name] = _marks(wanted)
             record.write(self.folder)
             before += wanted.size
-            self._say(f"{wanted.name}: {wanted.size:,} bytes, {wanted.sum or wanted.pieces[0].sum}")
+            self._say(f"{wanted.name}: {wanted.size:,} bytes, {wanted.checked_by}")
 
     def _part(self, wanted: Wanted) -> Part:
         return Part(wanted, self.folder, self._say, self._flush)

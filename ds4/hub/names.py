@@ -131,6 +131,13 @@ class Wanted:
     def size(self) -> int:
         return sum(p.size for p in self.pieces)
 
+    @property
+    def checked_by(self) -> str:
+        """In words, which sums its bytes had to fit."""
+        whole = self.sum or (self.pieces[0].sum if len(self.pieces) == 1 else None)
+        pieces = f"{len(self.pieces)} pieces by their sums" if len(self.pieces) > 1 else ""
+        return ", ".join(filter(None, [pieces, str(whole or "")]))
+
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"name": self.name, "pieces": [p.to_json() for p in self.pieces]}
         return row | ({"sum": str(self.sum)} if self.sum else {})

@@ -75,7 +75,8 @@ def test_a_whole_folder_and_a_second_run(
     assert there(tmp_path / "d") == EXPECTED
     out = capsys.readouterr()
     assert "6 files" in out.out and "all here and checked" in out.out and BASE in out.out and OFFICIAL in out.out
-    assert "flash.gguf: 120,006 bytes" in out.err
+    assert "flash.gguf: 120,006 bytes, 3 pieces by their sums\n" in out.err
+    assert f"m-2.safetensors: 2 bytes, {sha(b'22')}\n" in out.err
     assert "warning: the released words around tools are not in" in out.err  # "#" is no encoding.py of theirs
     hub.tokens.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -80,6 +80,7 @@ class Answer:
         self._of, self._marks, self._open = of, of.marks, open_row
         self._matcher = None if of.grammar is None else of.grammar.deep_copy()
         self._parts = ""  # a letter a token: r reasoning, t its closing tag, c content, e the end of sentence
+        self._failed: Ds4Error | None = None  # for good
 
     # -- as TokenConstraint
 
@@ -91,13 +92,16 @@ class Answer:
             for token in ahead:
                 rows.append(self._row())
                 if not self._allows(token):
-                    rows += [None] * (1 + len(ahead) - len(rows))
                     break
-                self.advance(token)
+                self._advance(token)
             else:
                 rows.append(self._row())
+        except Ds4Error as e:
+            self._failed = e
+            rows.append(self._marks.only(self._marks.end))
         finally:
             self.rollback(len(self._parts) - before)
+        rows += [None] * (1 + len(ahead) - len(rows))
         if all(row is None for row in rows):
             return None
         free = self._marks.all_but(())
@@ -110,15 +114,23 @@ class Answer:
             for i, token in enumerate(ahead):
                 if not self._allows(token):
                     return i
-                self.advance(token)
+                self._advance(token)
             return len(ahead)
+        except Ds4Error as e:
+            self._failed = e
+            return 0
         finally:
             self.rollback(len(self._parts) - before)
 
     def advance(self, token: int) -> None:
         """TokenConstraint.advance."""
+        if self._failed is not None:
+            raise self._failed
         if not self._allows(token):
             raise Ds4Error(f"token {token} after {len(self._parts)} of the answer is not what its grammar allows")
+        self._advance(token)
+
+    def _advance(self, token: int) -> None:
         if self._reasoning:
             self._parts += "t" if token == self._marks.close else "r"
         elif self._ended or token == self._marks.end:
@@ -134,7 +146,7 @@ class Answer:
             return
         taken = self._parts[-count:].count("c")
         if self._matcher is not None and taken and not self._matcher.rollback(taken):
-            raise self._gave_up()
+            self._failed = self._failed or self._gave_up()
         self._parts = self._parts[:-count]
 
     # -- what is allowed next

@@ -174,6 +174,7 @@ def fault_of(message: str, schema: Any) -> SchemaFault:
         return SchemaFault("$ref", _place(schema, "$ref"), why)  # into a meta-schema, which the compiler knows
     if "schema is false" in message:
         return SchemaFault("false", _place(schema, None), "no value is left that the schema allows")
+    keyword: str | None
     if first.startswith("Resource "):
         keyword = "$ref" if _has(schema, "$ref") else "$schema"
         return SchemaFault(keyword, _place(schema, keyword), "nothing outside of the schema itself is looked up")

@@ -22,26 +22,24 @@ class TokenConstraint(Protocol):
         Returns:
             u32 [1 + n, ceil(V / 32)], token v in bit v % 32 of word v / 32, at least one token a row; None: nothing
             is forbidden anywhere. A row after a token that is not allowed may say anything: nobody comes there.
-
-        Raises:
-            Ds4Error: the library behind it gave up (a limit of time or memory), and why.
+            It never fails, as others may share the pass: what cannot go on says so in `advance`.
         """
         ...
 
     def valid(self, ahead: Sequence[int]) -> int:
-        """How many leading tokens of `ahead` are allowed, one after the other; the state stays."""
+        """How many leading tokens of `ahead` are allowed, one after the other; the state stays. It never fails."""
         ...
 
     def advance(self, token: int) -> None:
         """The text goes on with `token`.
 
         Raises:
-            Ds4Error: it is not allowed here.
+            Ds4Error: it is not allowed here, or what decides it gave up (a limit of time or memory), and why.
         """
         ...
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back."""
+        """Take the last `count` tokens back. It never fails."""
         ...
 
 

@@ -73,6 +73,7 @@ class Session:
         self._waiting: list[Drawn] = []  # drawn by `_sampling`, not asked for yet
         self._sampling: Sampling | None = None
         self._constraint: TokenConstraint | None = None  # has advanced by what waits, too
+        self._refused: Exception | None = None  # why it could not
         self.tokens: list[int] = []
         self._prompt = 0
         self.last = Drawn(-1, 0.0)
@@ -305,7 +306,7 @@ class Session:
         not draw: `sync`, `step`, `rollback` and `restore` end it.
         """
         self._drop_waiting()
-        self._constraint = constraint
+        self._constraint, self._refused = constraint, None
 
     def next(self, sampling: Sampling, *, left: int | None = None) -> int:
         """Draw the token after the timeline, append it, return it; `last` says more about it.
@@ -320,12 +321,14 @@ class Session:
         self._settle_on(sampling)
         if not self._waiting:
             self._drew(self._draw(sampling, left))
+            self._check_constraint()
         self.last = self._waiting.pop(0)
         self.tokens.append(self.last.token)
         return self.last.token
 
     def _settle_on(self, sampling: Sampling) -> None:
         """The checks of `next`; other settings take back what was drawn by those of before."""
+        self._check_constraint()
         if len(self.tokens) >= self.config.max_position_embeddings:
             raise RequestError("the context is full", "messages", "context_length_exceeded")
         if sampling != self._sampling:
@@ -335,9 +338,22 @@ class Session:
 
     def _drew(self, drawn: list[Drawn]) -> None:
         self._waiting = drawn
-        if self._constraint is not None:
+        if self._constraint is None:
+            return
+        told = 0
+        try:
             for one in drawn:
                 self._constraint.advance(one.token)
+                told += 1
+        except Exception as e:  # not the others' of a shared pass: the next `next` says so
+            if told:
+                self._constraint.rollback(told)
+            self._waiting, self._refused = [], e
+            self._go_back(len(self.tokens) - 1)
+
+    def _check_constraint(self) -> None:
+        if self._refused is not None:
+            raise self._refused
 
     # -- `next` in a pass that several sessions share (together.py): needs_pass, plan, passed, collect; or leave
 
@@ -438,6 +454,7 @@ class Session:
         self.tokens, self._prompt = list(snapshot.tokens), snapshot.prompt
         self._rounds.chooser.forget_text()
         self._waiting, self._sampling, self._constraint = list(snapshot.waiting), snapshot.sampling, None
+        self._refused = None
         self._logits = None
         if snapshot.logits is not None:
             self.lane.last.write(snapshot.logits.reshape(1, -1))

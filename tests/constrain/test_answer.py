@@ -131,3 +131,8 @@ def test_a_step_that_takes_too_much_says_so(tokenizer: Tokenizer, compiler: Comp
         for _ in range(60):
             answer.rows([])
             answer.advance(ids("a")[0])
+    rows = answer.rows(ids("a"))  # what others share does not fail by it
+    assert rows is not None and answer.valid(ids("a")) == 0
+    answer.rollback(2)
+    with pytest.raises(Ds4Error, match="takes too much"):
+        answer.advance(ids("a")[0])

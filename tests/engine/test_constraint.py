@@ -12,6 +12,7 @@ from scipy import stats
 from ds4.engine import Engine, Sampling, Session
 from ds4.engine.ops.sample import mask_words
 from ds4.engine.sampling import Penalties
+from ds4.errors import Ds4Error
 from tests.engine.drafted import Forced, Policy, fixed, more, restless
 from tests.engine.test_against_teacher import prompt
 
@@ -155,6 +156,40 @@ def p_value(engine: Engine, policy: Policy, draws: int, T: float = 1.5, top_k: i
         expected += np.add.reduceat(p, bins[:-1], axis=1).sum(axis=0)
     assert not seen[4]
     return float(stats.chi2.sf(((seen[:4] - expected[:4]) ** 2 / expected[:4]).sum(), 3)), kept / offered
+
+
+class Refusing(Fractions):
+    """It gives up at the token after the fourth."""
+
+    def advance(self, token: int) -> None:
+        if len(self.text) == 4:
+            raise Ds4Error("enough")
+        super().advance(token)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_constraint_that_gives_up_is_this_sessions_error(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    engine, ids = engines("oracle-a", dspark=True), prompt("oracle-a", 12)
+    plain = engine.session(fixed(0))
+    constrained(plain, ids)
+    want = more(plain, 12)
+    Forced(monkeypatch, [*ids, *want], always_right=True)
+    session = engine.session(fixed(k))
+    session.sync(ids)
+    own = Refusing(session.config.vocab_size)
+    session.constrain(own)
+    got: list[int] = []
+    for _ in range(2):
+        with pytest.raises(Ds4Error, match="enough"):
+            for _ in range(12):
+                got.append(session.next(GREEDY))
+    assert got == own.text == want[: len(got)] and len(got) == (1 if k else 4)
+    own = Fractions(session.config.vocab_size)
+    own.text = list(got)
+    session.constrain(own)  # the session is as it was before
+    assert more(session, 12 - len(got)) == want[len(got) :]
 
 
 @pytest.mark.long

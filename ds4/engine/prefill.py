@@ -104,7 +104,7 @@ class Prefill:
             part: the beginning of a longer sync, without logits (Session.reading).
 
         Yields:
-            before each chunk: positions run, and all of them.
+            before each chunk, and before what a bounded replay runs last: positions run, and all of them.
 
         Returns:
             f32 [n, V] for "all", NaN where a bounded replay computed no row; else None.
@@ -150,6 +150,8 @@ class Prefill:
             self.state.replayed_to = ext.end
             self.state.advance(ext.end)
         elif held is not None and below is not None:
+            yield ext.end - ext.start, ext.end - ext.start
+            self.ws.passes += 1
             self._decoder_half(tokens, ext, below, held, logits, last, out, tap)
             self.state.advance(ext.end)
         return out

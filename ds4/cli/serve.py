@@ -28,12 +28,14 @@ from ds4.server.edge import Connections
 from ds4.server.errors import HttpError
 from ds4.server.listen import is_loopback, listen, make_server
 from ds4.server.logs import FORMATS, log_to_stderr
+from ds4.server.memory_watch import MemoryWatch
 from ds4.server.prefix_folder import PrefixFolder
 from ds4.server.prefixes import Prefixes
 from ds4.server.reports import Reports, check_reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
-from ds4.server.worker import Worker, warm_up
+from ds4.server.warm import warm_up
+from ds4.server.worker import Worker
 from ds4.settings import config_dirs, read_config
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ KNOWN: dict[str, type | tuple[type, ...]] = {
     "prefill": str, "activations": str, "kv": str, "index_keys": str, "chunk": int, "no_graph": bool,
     "no_dspark": bool, "dspark_block": int, "draft_k": int, "draft": str, "zchain": str, "posttrain": str,
     "log_requests": str, "log_days": int, "admin_key": str, "api_key_file": str, "cors": str, "log_format": str,
-    "stall_seconds": int, "oom_score_adj": int, "reports": str,
+    "stall_seconds": int, "oom_score_adj": int, "memory_floor_mb": int, "reports": str,
     "prefix_reuse": str, "prefix_memory_mb": int, "prefix_dir": str, "prefix_disk_mb": int, "sessions": int,
 }  # fmt: skip
 MOST_WAITING = 10_000
@@ -54,6 +56,7 @@ SESSIONS, MAX_SESSIONS = 4, 8  # a step has eight rows
 LOG_DAYS, MOST_LOG_DAYS = 30, 36_500
 REUSE = ("off", "exact", "decoded")
 PREFIX_MEMORY_MB, PREFIX_DISK_MB = 1024, 8192
+MEMORY_FLOOR_MB = 512  # half of what sequences leave to a machine whose memory is the device's (ds4/engine/budget.py)
 STALL_S = 120  # a chunk of the released model takes seconds; a kernel that is built late, a minute
 
 OWN_WORDING = (
@@ -100,6 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--oom-score-adj", type=int, metavar="N", help="how soon the kernel ends this process for memory, up to 1000"
     )
+    p.add_argument(
+        "--memory-floor-mb", type=int, default=MEMORY_FLOOR_MB, metavar="N",
+        help="drop what is kept, then refuse and end requests, when less memory is available on this machine "
+        f"(default {MEMORY_FLOOR_MB}; 0: never)",
+    )  # fmt: skip
     p.add_argument(
         "--prefix-reuse", choices=REUSE, default="exact",
         help="go on from what earlier prompts left (docs/prefixes.md): exact, the default, changes no answer",
@@ -177,6 +185,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--prefix-disk-mb says how much is kept on disk, but nothing is: give --prefix-dir DIR")
     if args.prefix_disk_mb is not None and args.prefix_disk_mb < 1:
         raise UsageError(f"--prefix-disk-mb {args.prefix_disk_mb}: must be at least 1")
+    if args.memory_floor_mb < 0:
+        raise UsageError(f"--memory-floor-mb {args.memory_floor_mb}: must be at least 0")
     if args.oom_score_adj is not None and not -1000 <= args.oom_score_adj <= 1000:
         raise UsageError(f"--oom-score-adj {args.oom_score_adj}: must be between -1000 and 1000")
     return args
@@ -329,7 +339,8 @@ def run(argv: Sequence[str]) -> int:
         model.open, limits.queue, on_failed=lambda: stop(), remount=model.remount, settle=model.settle,
         step_s=args.stall_seconds, prefixes=prefixes, sessions=args.sessions,
     )  # fmt: skip
-    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports)
+    memory = MemoryWatch(worker, args.memory_floor_mb << 20) if args.memory_floor_mb else None
+    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports, memory)
     server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:

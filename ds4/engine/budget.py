@@ -62,13 +62,13 @@ def free_bytes(device: Device) -> int | None:
     """What may be placed in memory now; None: nobody can say. Where host and device share memory it is MemAvailable:
     page cache counts as free there, unlike in the driver's figure.
     """
-    if not device.info.unified:
-        return device.free_bytes()
+    return host_available() if device.info.unified else device.free_bytes()
+
+
+def host_available() -> int | None:
+    """MemAvailable of the machine, in bytes; None: nobody can say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

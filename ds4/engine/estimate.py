@@ -41,7 +41,7 @@ from ds4.errors import FileFormatError, UsageError
 from ds4.model.config import ModelConfig
 
 EACH = 3  # tokens by each kind of step: the first is drawn without a pass, the second's pass warms up, one captures
-WARM_TOKENS = 40  # a server's first prompt (ds4.server.worker.warm_up): scratch grows from there
+WARM_TOKENS = 40  # a server's first prompt (ds4.server.warm.warm_up): scratch grows from there
 
 
 class TensorLike(Protocol):

@@ -20,9 +20,11 @@ from ds4.errors import Ds4Error
 from ds4.server.admin import Admin
 from ds4.server.answer import Answer, Writer, model_card, model_list
 from ds4.server.edge import Connections, Edge, Stalled, TooLarge, read_body
-from ds4.server.errors import HttpError, error_body, error_response, json_response, overloaded
+from ds4.server.errors import HttpError, error_response, json_response
 from ds4.server.fields import Fields, parse_object
+from ds4.server.health import health
 from ds4.server.job import Job
+from ds4.server.memory_watch import MemoryWatch
 from ds4.server.messages import ask_messages
 from ds4.server.messages_answer import MessagesAnswer, messages_model, messages_models
 from ds4.server.metrics import CONTENT_TYPE, OTHER, Metrics
@@ -56,23 +58,30 @@ def make_app(
     admin_key: str | None = None,
     cors: str | None = None,
     reports: Reports | None = None,
+    memory: MemoryWatch | None = None,
 ) -> ASGIApp:
-    """The application. It starts the worker and the log of requests, where there is one, and stops them."""
+    """The application. It starts the worker, and the log of requests and the watch on memory where there are any, and
+    stops them.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         if requests is not None:
             requests.start()
+        if memory is not None:
+            memory.start()
         yield
+        if memory is not None:
+            await asyncio.to_thread(memory.stop)
         await asyncio.to_thread(worker.stop)
         if requests is not None:
             await asyncio.to_thread(requests.stop)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = Metrics(worker)
+    metrics = Metrics(worker, memory)
     worker.on_end = metrics.end
-    routes = Routes(worker, limits, requests, metrics, keyed=api_key is not None)
+    routes = Routes(worker, limits, requests, metrics, memory, keyed=api_key is not None)
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
@@ -116,39 +125,17 @@ class Routes:
     """The handlers, over one worker."""
 
     def __init__(
-        self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics, *, keyed: bool
-    ) -> None:
+        self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics,
+        memory: MemoryWatch | None, *, keyed: bool,
+    ) -> None:  # fmt: skip
         self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
+        self._memory = memory
         self._created = int(time.time())
         self._keyed, self._compiler = keyed, Compiler()
         self.store = ResponseStore()
 
-    async def health(self) -> Response:
-        """200 once requests are answered, and while they wait for a device that is lent; before that 503 and how far
-        loading is.
-        """
-        w = self._worker
-        about: dict[str, object] = {"queue": {"running": w.running, "waiting": w.waiting}}
-        if self._requests is not None:
-            about["request_log"] = self._requests.health()
-        done, total = w.progress
-        if w.state == "returning":
-            about |= {"progress": {"done": done, "total": total}, "trouble": w.trouble}
-        if (lease := w.lease) is not None:
-            about["lent"] = lease.told()
-        if w.well and w.card is not None:
-            status = "ok" if w.state == "ready" else w.state
-            return json_response({"status": status, "model": w.card.name, "sidecars": w.card.sidecars, **about})
-        state = w.state if w.state in ("loading", "failed") else "failing"
-        try:
-            w.served()
-            why = "the device fails" if w.trouble is None else f"the device cannot be taken back: {w.trouble}"
-            if w.stalled:
-                why = f"the running request has made no step for {w.silent_s:.0f} s"
-            raise overloaded(f"{why}; see the server's log", "device_failing", 10)
-        except HttpError as e:
-            told = {"status": state, "progress": {"done": done, "total": total}, **about, **error_body(e)}
-            return json_response(told, 503, e.headers)
+    async def health(self, request: Request) -> Response:
+        return health(self._worker, self._requests, self._memory, known=request.state.known)
 
     async def metrics(self) -> Response:
         return Response(await asyncio.to_thread(self._metrics.page), media_type=CONTENT_TYPE)

@@ -110,8 +110,6 @@ class Edge:
         if admin and self._admin_key is None:
             raise HttpError(403, "this server takes no orders: start it with --admin-key FILE", "admin_disabled")
         wanted = self._admin_key if admin else self._key
-        if wanted is None or path in OPEN_PATHS or path.startswith(OPEN_BELOW):
-            return
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
         kind, _, bearer = given.partition(b" ")
@@ -120,7 +118,9 @@ class Edge:
         if not admin:  # orders have one way in
             keys += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
             how += " or as x-api-key: KEY"
-        if not any(hmac.compare_digest(key, wanted) for key in keys):
+        known = wanted is None or any(hmac.compare_digest(key, wanted) for key in keys)
+        scope.setdefault("state", {})["known"] = known  # to open paths too: they may tell more then
+        if not known and path not in OPEN_PATHS and not path.startswith(OPEN_BELOW):
             name = "admin key" if admin else "API key"
             what = f"no {name} was given" if not given and not keys else f"the {name} is wrong"
             raise HttpError(

@@ -53,6 +53,11 @@ def status_of(error: BaseException) -> int:
     return 503 if isinstance(error, CapacityError) else 500
 
 
+def message_of(error: BaseException) -> str:
+    """What may be told of it: what is not meant for users says only that it happened."""
+    return str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"
+
+
 def in_messages(path: str) -> bool:
     """Whether a path belongs to the API of /v1/messages."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
@@ -62,8 +67,7 @@ def error_body(error: BaseException, path: str = "") -> dict[str, object]:
     """The JSON object of an error, in the shape of the path's API. What is not meant for users says only that it
     happened.
     """
-    status = status_of(error)
-    message = str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"
+    status, message = status_of(error), message_of(error)
     code = getattr(error, "code", None)
     if code is None and status >= 500:
         code = "insufficient_memory" if isinstance(error, CapacityError) else "internal_error"

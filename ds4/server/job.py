@@ -33,6 +33,7 @@ class Job:
     Attributes:
         drawn: tokens of the answer so far, the one that ended it too.
         cached: tokens of the prompt that were not run again.
+        read: tokens of the prompt that the session has.
         times: how far it came when.
         sidecars: what was mounted when it was taken up.
     """
@@ -41,6 +42,6 @@ class Job:
         self.generation, self.outbox = generation, outbox
         self.cancelled = False
         self.drawn: list[int] = []
-        self.cached = 0
+        self.cached = self.read = 0
         self.times = Times()
         self.sidecars: Mapping[str, object] = {}

@@ -82,3 +82,8 @@ def lent_already(lease: Lease) -> HttpError:
         409, f"the device is lent to {lease.borrower} already; try again later", "lent_already",
         headers={"Retry-After": "60"},
     )  # fmt: skip
+
+
+def names_of(sidecars: Mapping[str, object]) -> str:
+    """What is mounted, for the log."""
+    return ", ".join(f"{key} {one['name'] if isinstance(one, dict) else 'none'}" for key, one in sidecars.items())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ds4.engine import Ask, Cancelled
 from ds4.server.job import Job
 from ds4.server.outbox import Event, Finished, Reading, Started
+from ds4.server.prefix_store import PrefixStats
 from ds4.server.request import ServedEngine, ServedSession
 from ds4.server.stream import TextStream
 
@@ -25,6 +26,8 @@ class Prefixes(Protocol):
     ) -> Generator[tuple[int, int], None, object]: ...
     def ended(self, session: ServedSession, *, sound: bool = True) -> None: ...
     def forget(self) -> None: ...
+    @property
+    def stats(self) -> PrefixStats: ...
 
 
 class Run:
@@ -63,6 +66,11 @@ class Run:
         """Tokens were drawn that it has not been given yet."""
         return self._session is not None and self._session.waiting > 0
 
+    @property
+    def holds(self) -> bool:
+        """There is a session."""
+        return self._session is not None
+
     def read(self) -> None:
         """One chunk of the prompt.
 
@@ -75,9 +83,10 @@ class Run:
             job.cached = total - first[1]
         assert self._reading is not None and self._session is not None
         if (now := next(self._reading, None)) is not None:
-            self._put(Reading(job.cached + now[0], total, job.cached))
+            job.read = job.cached + now[0]
+            self._put(Reading(job.read, total, job.cached))
             return
-        self._reading = None
+        self._reading, job.read = None, total
         constraint = job.generation.constraint
         self._session.constrain(None if constraint is None else constraint.start())
         job.times.read = time.monotonic()
@@ -98,6 +107,7 @@ class Run:
     def restart(self) -> None:
         """Give back what was read of the prompt, and begin again at the next `read`."""
         self.close(sound=False)
+        self.job.read = 0
 
     def ask(self) -> Ask:
         """What it wants of a pass that others share."""

@@ -11,14 +11,17 @@ read; meanwhile nobody new begins. A run that has the device to itself and still
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ds4.engine import Cancelled
 from ds4.errors import CapacityError, Ds4Error
-from ds4.server.errors import HttpError, overloaded
+from ds4.server.errors import HttpError
 from ds4.server.job import Job
 from ds4.server.logs import request_id
+from ds4.server.memory_watch import no_memory
 from ds4.server.outbox import Event, Failed, Finished
 from ds4.server.request import ServedEngine
 from ds4.server.run import Prefixes, Run, without_frames
@@ -36,16 +39,27 @@ class Desk(Protocol):
         """A run is over."""
 
 
+@dataclass(frozen=True)
+class Relief:
+    """Memory is wanted back: what is kept goes, and with `why` the youngest run."""
+
+    why: str | None
+
+
 class Turns:
     """Runs on one engine, at most `most` at a time.
 
     Attributes:
         runs: in the order in which they began.
+        shared: passes that several runs shared, by how many these were.
+        relief: is asked for by any thread, and None again when it was given.
     """
 
     def __init__(self, desk: Desk, most: int, prefixes: Prefixes | None = None) -> None:
         self._desk, self.most, self._prefixes = desk, most, prefixes
         self.runs: list[Run] = []
+        self.shared: Counter[int] = Counter()
+        self.relief: Relief | None = None
         self._begun = 0
         self._last = 0  # number of the run whose prompt had the last turn
 
@@ -61,6 +75,9 @@ class Turns:
 
     def turn(self, engine: ServedEngine) -> None:
         """Everyone's turn once. Ends are told to the desk."""
+        if self.relief is not None:
+            self._relieve(engine, self.relief)
+            self.relief = None
         for run in [r for r in self.runs if r.job.cancelled]:
             self._end(run, Failed(Cancelled()))
         self._read(engine)
@@ -70,6 +87,18 @@ class Turns:
         """End all."""
         for run in list(self.runs):
             self._end(run, Failed(error))
+
+    def _relieve(self, engine: ServedEngine, relief: Relief) -> None:
+        """Memory back to the machine. A run that holds none is not worth ending."""
+        if relief.why is not None and self.runs:
+            last = next((run for run in reversed(self.runs) if run.holds), self.runs[-1])
+            request_id.set(last.mark)
+            log.warning("warning: ended to make room: %s", relief.why)
+            request_id.set(None)
+            self._end(last, Failed(no_memory(relief.why)))
+        if self._prefixes is not None:
+            self._prefixes.forget()
+        engine.drop_idle()
 
     def _read(self, engine: ServedEngine) -> None:
         """A chunk of one prompt: the one after that which had the last turn."""
@@ -95,9 +124,14 @@ class Turns:
 
     def _pass(self, engine: ServedEngine, runs: Sequence[Run]) -> Sequence[Exception | None]:
         try:
-            return engine.draw([run.ask() for run in runs])
+            errors = engine.draw([run.ask() for run in runs])
         except Exception as e:
             return [e] * len(runs)
+        else:
+            shared = sum(run.ready for run in runs)  # others needed no pass, or one of their own
+            if shared > 1:
+                self.shared[shared] += 1
+            return errors
         finally:
             self._desk.stepped()
 
@@ -152,4 +186,4 @@ class Turns:
 
 def no_room(error: CapacityError) -> HttpError:
     """What a client is told whose answer had to make room for an older one."""
-    return overloaded(f"no memory to go on beside other requests ({error}); try again later", "no_memory", 5)
+    return no_memory(f"no memory to go on beside other requests ({error}); try again later")

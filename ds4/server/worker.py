@@ -16,46 +16,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ds4.engine import Cancelled, Sampling
-from ds4.engine.sampling import Penalties
+from ds4.engine import Cancelled
 from ds4.errors import DeviceError, Ds4Error
-from ds4.server.errors import HttpError, overloaded, stopping
+from ds4.server.errors import HttpError, message_of, overloaded, stopping
 from ds4.server.job import Job
 from ds4.server.logs import request_id
-from ds4.server.orders import Lease, Lend, Reload, lease_over, lent_already
+from ds4.server.memory_watch import no_memory
+from ds4.server.orders import Lease, Lend, Reload, lease_over, lent_already, names_of
 from ds4.server.outbox import Event, Failed
 from ds4.server.request import Card, Progress, ServedEngine
 from ds4.server.run import Prefixes, Run
-from ds4.server.turns import Turns
+from ds4.server.turns import Relief, Turns
 
 log = logging.getLogger("ds4.server")
-WARM_TOKENS, WARM_DRAWS = 40, 4
 FAILING = 3  # device errors, or attempts to take the device back, after which the server calls itself unwell
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0  # between two attempts to take the device back
-
-
-def warm_up(engine: ServedEngine) -> None:
-    """Read a few tokens and draw a few: kernels are built and steps captured before the first request has to wait
-    for it, and a device that does not work is found out now.
-
-    Raises:
-        Ds4Error: it does not work.
-    """
-    session, bos = engine.session(), engine.config.bos_token_id
-    most = engine.config.max_position_embeddings - 2 * WARM_DRAWS
-    for _ in session.reading([bos] * max(1, min(WARM_TOKENS, most))):
-        pass
-    plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)  # this way all kernels of drafts run
-    penalties = Penalties(presence=0.1, logit_bias=((bos, 0.1),))
-    for sampling in (plain, replace(plain, penalties=penalties, top=1)):
-        for _ in range(WARM_DRAWS):
-            session.next(sampling)
 
 
 class _Stopped(Exception):
@@ -81,6 +61,10 @@ class Worker:
         lease: of the device, while it is away.
         trouble: why the device could not be taken back, while that is so.
         memory: bytes of the device in use, and all, after the last request; None: not known.
+        states: bytes that sequences hold, and may hold; None: no limit, or not known.
+        turns: of those that run.
+        low: why nobody is let in, while memory runs out.
+        last_end: when a request ended, or the first began: seconds of a monotonic clock.
         on_end: told of every request that was queued, with its last event, by whichever thread ends it.
     """
 
@@ -96,11 +80,14 @@ class Worker:
         sessions: int = 1,
         prefixes: Prefixes | None = None,
     ) -> None:
-        self._turns, self._prefixes = Turns(self, sessions, prefixes), prefixes
+        self.turns, self.prefixes = Turns(self, sessions, prefixes), prefixes
         self._open, self._limit, self._on_failed = open_engine, queue, on_failed
         self._remount, self._settle = remount, settle
         self._step_s, self._stepped = step_s, time.monotonic()
         self.memory: tuple[int, int] | None = None
+        self.states: tuple[int, int | None] = (0, None)
+        self.low: str | None = None
+        self.last_end = self._stepped
         self.on_end: Callable[[Job, Event], None] = lambda job, event: None
         # one thread may take its lock twice: a signal's handler asks for a reload, whatever it interrupts
         self._change = threading.Condition(threading.RLock())
@@ -186,12 +173,14 @@ class Worker:
         """Refuse early: before a prompt is tokenized.
 
         Raises:
-            HttpError: 503, the queue is full or the server is stopping.
+            HttpError: 503, the queue is full, memory runs out or the server is stopping.
         """
         if self._stopping:
             raise stopping()
+        if self.low is not None:
+            raise no_memory(self.low)
         # as many may run or be about to: they do not count as waiting
-        if len(self._waiting) + self.running >= self._limit + self._turns.most:
+        if len(self._waiting) + self.running >= self._limit + self.turns.most:
             raise overloaded(f"{self._limit} requests are waiting already; try again later", "queue_full", 1)
 
     def submit(self, job: Job) -> None:
@@ -211,10 +200,32 @@ class Worker:
         with self._change:
             job.cancelled = True
             if job in self._waiting:
-                self._waiting.remove(job)
-                end = Failed(Cancelled())
-                self.on_end(job, end)
-                job.outbox.put(end)
+                self._end_waiting(job, Failed(Cancelled()))
+
+    def _end_waiting(self, job: Job, end: Failed) -> None:
+        self._waiting.remove(job)
+        self.on_end(job, end)
+        job.outbox.put(end)
+
+    # ---- memory, from any thread (memory_watch.py) ----
+
+    @property
+    def relieving(self) -> bool:
+        return self.turns.relief is not None
+
+    def relieve(self, why: str | None) -> None:
+        """Have what is kept dropped before the next turn, and with `why` the youngest request that runs ended."""
+        with self._change:
+            self.turns.relief = Relief(why)
+            self._change.notify_all()
+
+    def refuse(self, why: str | None) -> None:
+        """Let nobody in, and send away who waits; None: let them in again."""
+        with self._change:
+            self.low = why
+            while why is not None and self._waiting:
+                self._end_waiting(self._waiting[0], Failed(no_memory(why)))
+            self._change.notify_all()
 
     # ---- orders, from any thread ----
 
@@ -323,8 +334,8 @@ class Worker:
             elif isinstance(order, Lend):
                 self._lend_out(order)
             else:
-                self._turns.turn(self.engine)
-        self._turns.stop(stopping())
+                self.turns.turn(self.engine)
+        self.turns.stop(stopping())
         if self.engine is not None:
             self.engine.close()
 
@@ -344,11 +355,11 @@ class Worker:
         with self._change:
             while not self._stopping:
                 due = self._due()
-                while due is None and self._waiting and self._turns.open:
+                while due is None and self._waiting and self.turns.open:
                     self._begin(self._waiting.popleft())
                     due = self._due()
-                if self._turns.runs:
-                    return self._turns
+                if self.turns.runs or self.relieving:
+                    return self.turns
                 if due is not None:
                     if due is not self._lend:
                         self._reloads.popleft()
@@ -366,29 +377,29 @@ class Worker:
     def _begin(self, job: Job) -> None:
         assert self.engine is not None
         if not self._running:
-            self._stepped = time.monotonic()
+            self._stepped = self.last_end = time.monotonic()
         self._running.append(job)
-        self._turns.begin(self.engine, job, self._marks.pop(job, None))
+        self.turns.begin(self.engine, job, self._marks.pop(job, None))
 
     def _reload(self, order: Reload) -> None:
         """Other sidecars, or those of before if that fails; whoever asked hears of it."""
         if not order.future.set_running_or_notify_cancel():
             return
         assert self.engine is not None
-        if self._prefixes is not None:
-            self._prefixes.forget()
+        if self.prefixes is not None:
+            self.prefixes.forget()
         try:
             self._remount(self.engine)
         except Exception as e:
             if not isinstance(e, Ds4Error):
                 log.exception("mounting sidecars failed")
-            why = f"what was mounted stays: {_told(e)}"
+            why = f"what was mounted stays: {message_of(e)}"
             log.error("error: reload: %s", why)
             order.future.set_exception(HttpError(500, why, "reload_failed"))
             return
         with self._change:
             self.card = card = Card.of(self.engine)
-        log.info("reloaded: %s", _names(card.sidecars))
+        log.info("reloaded: %s", names_of(card.sidecars))
         order.future.set_result(card.sidecars)
 
     def _lend_out(self, order: Lend) -> None:
@@ -425,7 +436,7 @@ class Worker:
             except Exception as e:
                 if not isinstance(e, Ds4Error):
                     log.exception("taking the device back failed")
-                self.trouble = _told(e)
+                self.trouble = message_of(e)
             self._let_go()  # now that the error is gone, which held what had been placed
             with self._change:
                 self._attempts += 1
@@ -438,14 +449,14 @@ class Worker:
     def _close(self) -> None:
         engine, self.engine = self.engine, None
         assert engine is not None
-        if self._prefixes is not None:
-            self._prefixes.forget()
+        if self.prefixes is not None:
+            self.prefixes.forget()
         try:
             engine.close()
         except Exception:
             log.exception("closing the engine failed")
         del engine
-        self.memory = None
+        self.memory, self.states = None, (0, None)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -458,6 +469,8 @@ class Worker:
     def stepped(self) -> None:
         """That it is told shows that the device works."""
         self._stepped = time.monotonic()
+        if self.engine is not None:
+            self.states = self.engine.states()
 
     def ended(self, run: Run, end: Event) -> None:
         """A run's end, to whoever hears of it."""
@@ -475,19 +488,11 @@ class Worker:
         job.outbox.put(end)
         with self._change:
             self._running.remove(job)
+            self.last_end = time.monotonic()
 
     def _note_memory(self, engine: ServedEngine) -> None:
         """Ask the device in the thread that owns it; it may be in no state to answer."""
         try:
-            self.memory = engine.device_memory()
+            self.memory, self.states = engine.device_memory(), engine.states()
         except Ds4Error:
             self.memory = None
-
-
-def _names(sidecars: Mapping[str, object]) -> str:
-    """What is mounted, for the log."""
-    return ", ".join(f"{key} {one['name'] if isinstance(one, dict) else 'none'}" for key, one in sidecars.items())
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, Ds4Error) else "internal error; the server's log says more"

@@ -23,7 +23,7 @@ from ds4.engine.lane import SessionOptions
 from ds4.engine.layer import Numerics
 from ds4.engine.sampling import Penalties
 from ds4.model.config import ModelConfig
-from ds4.server.worker import warm_up
+from ds4.server.warm import warm_up
 from tests.cli.commands import refused
 from tests.conftest import opened
 

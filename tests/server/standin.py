@@ -23,6 +23,7 @@ from ds4.model.tokenizer import CONTROL, NORMAL, UNUSED, Tokenizer
 from ds4.server.app import make_app
 from ds4.server.edge import Connections
 from ds4.server.listen import listen, make_server
+from ds4.server.memory_watch import MemoryWatch
 from ds4.server.reports import Reports
 from ds4.server.request import Limits, Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
@@ -112,6 +113,9 @@ class StandIn:
 
     def device_memory(self) -> tuple[int, int] | None:
         return (3 << 20, 8 << 20)
+
+    def states(self) -> tuple[int, int | None]:
+        return (len(self.sessions) << 10, 1 << 20)
 
     def close(self) -> None:
         self.closed = True
@@ -214,6 +218,7 @@ def serve(
     reports: Reports | None = None,
     sessions: int = 1,
     prefixes: Prefixes | None = None,
+    watch: Callable[[Worker], MemoryWatch | None] = lambda worker: None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
@@ -222,7 +227,7 @@ def serve(
         open_engine or (lambda progress: engine), limits.queue, remount=remount, settle=settle, step_s=step_s,
         sessions=sessions, prefixes=prefixes,
     )  # fmt: skip
-    app = make_app(worker, limits, api_key, connections, requests, admin_key, cors, reports)
+    app = make_app(worker, limits, api_key, connections, requests, admin_key, cors, reports, watch(worker))
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

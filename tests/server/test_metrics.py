@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ds4.engine import Ask, Engine, Sampling
 from ds4.errors import DeviceError
+from ds4.server.prefixes import Prefixes
 from ds4.server.request import Limits
+from tests.base.toys import toy_base, toy_dir
+from tests.conftest import opened
 from tests.server.standin import Served, StandIn, StandInConfig, StandInSession, ids_of, serve, until
 from tests.server.test_life import Gate, server_with
 
@@ -124,14 +133,16 @@ def test_health_when_a_step_does_not_end() -> None:
     engine = StandIn(ids_of("ok"), before_token=gate, config=StandInConfig(500))
     with serve(engine, step_s=0.2, limits=Limits()) as server:
         try:
-            from concurrent.futures import ThreadPoolExecutor
-
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(server.chat)
                 assert gate.reached.wait(20)
                 until(lambda: server.get("/health").status_code == 503)
                 told = server.get("/health").json()
-                assert told["status"] == "failing" and "has made no step for" in told["error"]["message"]
+                assert told["status"] == "failing"
+                assert re.match(
+                    r"one request runs and has made no step for \d+ s, none has ended for \d+ s;",
+                    told["error"]["message"],
+                )
                 found = samples(server)
                 assert found["ds4_ready",] == 0 and found["ds4_step_age_seconds",] > 0.2
                 gate.open.set()
@@ -149,3 +160,71 @@ def test_metrics_need_the_key(key: str | None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         assert server.get("/metrics", headers=headers).status_code == 401
         assert server.get("/metrics", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+class Shared(StandInSession):
+    """Drawn for in one pass: a token waits, the next `next` takes it."""
+
+    ready = 0
+
+    @property
+    def waiting(self) -> int:
+        return self.ready
+
+    def next(self, sampling: Sampling, *, left: int | None = None) -> int:
+        self.ready = 0
+        return super().next(sampling, left=left)
+
+
+@dataclass
+class Sharing(StandIn):
+    def session(self) -> StandInSession:
+        made = Shared(self)
+        self.sessions.add(made)
+        return made
+
+    def draw(self, asks: Sequence[Ask]) -> list[Exception | None]:
+        for ask in asks:
+            cast("Shared", ask.session).ready = 1
+        return super().draw(asks)
+
+
+def test_passes_that_were_shared_and_what_sequences_hold() -> None:
+    """A pass counts by the requests that it drew for; one alone shares nothing."""
+    gate = Gate(2)
+    engine = Sharing(ids_of("abcdefgh"), before_token=gate)
+    with serve(engine, sessions=2) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(server.chat)
+        assert gate.reached.wait(20)
+        assert samples(server)["ds4_state_bytes",] == 1 << 10 and samples(server)["ds4_state_limit_bytes",] == 1 << 20
+        second = pool.submit(server.chat)
+        until(lambda: server.worker.waiting == 1)
+        gate.open.set()
+        assert first.result().status_code == second.result().status_code == 200
+        found = samples(server)
+        assert found["ds4_shared_passes_total", "2"] == len(engine.passes) > 0
+        assert not [key for key in found if key[0] == "ds4_shared_passes_total" and key[1] != "2"]
+        until(lambda: gc.collect() >= 0 and not engine.sessions)
+        assert server.chat().status_code == 200
+        assert samples(server)["ds4_state_bytes",] == 0
+
+
+def test_kept_prompts_are_counted() -> None:
+    """On the real engine: the same prompt again is found, and its tokens are not run."""
+    engine = Engine.open(
+        toy_base("oracle-e", bits=6), engram_dir=toy_dir("oracle-e"), prefill="full", device=opened("fast", "greedy")
+    )
+    prefixes = Prefixes(64 << 20, least=16)
+    body = {"prompt": list(range(5, 75)), "max_tokens": 2, "temperature": 0}
+    with serve(StandIn(), open_engine=lambda progress: engine, prefixes=prefixes) as server:
+        for _ in range(2):
+            assert server.post(COMPLETIONS, body).status_code == 200
+        found = samples(server)
+        assert found["ds4_prefix_lookups_total", "none"] == found["ds4_prefix_lookups_total", "memory"] == 1
+        cached = found["ds4_cached_tokens_total",]
+        assert cached == found["ds4_prefix_tokens_total", "reused"] == 70
+        assert found["ds4_prefix_tokens_total", "run"] == 70 and found["ds4_prompt_tokens_total",] == 140
+        assert found["ds4_prefix_entries", "memory"] == 1 and found["ds4_prefix_bytes", "memory"] > 1000
+        assert found["ds4_prefix_bytes", "disk"] == found["ds4_prefix_lookups_total", "disk"] == 0
+        assert found["ds4_prefixes_stored_total", "memory"] >= 1
+        assert found["ds4_state_bytes",] == engine.options.budget.held > 0

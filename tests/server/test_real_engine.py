@@ -15,7 +15,7 @@ from ds4.model.chat import render
 from ds4.server.logprobs import completion_lists
 from ds4.server.request import ServedEngine
 from ds4.server.stream import Told
-from ds4.server.worker import warm_up
+from ds4.server.warm import warm_up
 from tests.base.toys import toy_base, toy_dir
 from tests.conftest import opened
 from tests.server.standin import Served, StandIn, events, serve, until

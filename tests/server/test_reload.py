@@ -33,7 +33,7 @@ from ds4.posttrain.log import read_log
 from ds4.server.outbox import Event, Failed, Outbox
 from ds4.server.request import Progress, ServedEngine
 from ds4.server.requests_log import RequestLog
-from ds4.server.worker import warm_up
+from ds4.server.warm import warm_up
 from ds4.sidecar.files import gain_path
 from tests.base.toys import toy_base, toy_dir
 from tests.conftest import opened

@@ -61,6 +61,7 @@ def test_the_users_file_is_the_second_place(tmp_path: Path) -> None:
         (["--admin-key", " "], "--admin-key"),
         (["--port", "65536"], "--port"),
         (["--queue", "-1"], "--queue"),
+        (["--memory-floor-mb", "-1"], "--memory-floor-mb"),
     ],
 )
 def test_wrong_flags_are_named(argv: list[str], names: str) -> None:

@@ -114,6 +114,8 @@ def _input_items(fields: Fields, store: ResponseStore) -> list[dict[str, Any]]:
     for item in Fields({"input": given}).objects("input") or []:
         kind = item.string("type") or ("message" if item.has("role") else None)
         raw = item.raw
+        item.string("id")
+        item.string("status")
         if kind == "item_reference":
             found = store.item(item.needed("id"))
             if found is None:

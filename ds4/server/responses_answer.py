@@ -94,7 +94,7 @@ class ResponsesAnswer:
         else:
             response["completed_at"] = int(time.time())
         if self.request.store:
-            self.store.put(Kept(response, self.request.items, self.request.previous))
+            self.store.put(Kept.of(response, self.request.items, self.request.previous))
         return out + self._event(f"response.{response['status']}", response=response), response
 
     # ---- items ----

@@ -1,15 +1,17 @@
 """Responses that may be gone on with: in memory, bounded by count and bytes, the longest unused going first.
 
 A response holds what was new in its request and what was answered; what came before is its predecessor's. Looking a
-conversation up uses all of it, so that a living one goes as a whole or not at all, as long as it fits.
+conversation up uses all of it, so that a living one goes as a whole or not at all, as long as it fits. What is kept
+is JSON, so that the bound on bytes is one on memory.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ds4.server.errors import HttpError, json_bytes
@@ -19,19 +21,37 @@ Item = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """A response, and what was new in its request. `previous`: the id of what it goes on with."""
+    """A response, and what was new in its request.
 
-    response: Mapping[str, Any]
-    items: Sequence[Item]
+    Attributes:
+        previous: the id of what it goes on with.
+        data: JSON of the response, and of the items that were new.
+        ids: of all its items.
+    """
+
+    id: str
     previous: str | None
-    size: int = field(init=False)
+    data: tuple[bytes, bytes]
+    ids: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", len(json_bytes(self.response)) + len(json_bytes(list(self.items))))
+    @staticmethod
+    def of(response: Mapping[str, Any], items: Sequence[Item], previous: str | None) -> Kept:
+        ids = tuple(str(item["id"]) for item in (*response["output"], *items))
+        return Kept(str(response["id"]), previous, (json_bytes(response), json_bytes(list(items))), ids)
 
     @property
-    def id(self) -> str:
-        return str(self.response["id"])
+    def size(self) -> int:
+        return sum(map(len, (*self.data, *self.ids)))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        response: dict[str, Any] = json.loads(self.data[0])
+        return response
+
+    @property
+    def items(self) -> list[Item]:
+        items: list[Item] = json.loads(self.data[1])
+        return items
 
 
 class ResponseStore:
@@ -39,12 +59,13 @@ class ResponseStore:
 
     Args:
         most: responses.
-        most_bytes: of their JSON. One that is larger by itself is not kept.
+        most_bytes: of what is kept of them. One that is larger by itself is not kept.
     """
 
     def __init__(self, most: int = 1024, most_bytes: int = 64 << 20) -> None:
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
         self._kept: OrderedDict[str, Kept] = OrderedDict()  # the longest unused first
+        self._holder: dict[str, str] = {}  # of an item, the response that came with it last
         self._lock = threading.Lock()
 
     def put(self, kept: Kept) -> None:
@@ -53,8 +74,9 @@ class ResponseStore:
                 return
             self._kept[kept.id] = kept
             self._bytes += kept.size
+            self._holder |= dict.fromkeys(kept.ids, kept.id)
             while len(self._kept) > self._most or self._bytes > self._most_bytes:
-                self._bytes -= self._kept.popitem(last=False)[1].size
+                self._drop(next(iter(self._kept)))
 
     def get(self, response_id: str) -> Kept:
         """
@@ -70,8 +92,8 @@ class ResponseStore:
             HttpError: 404, it is not kept.
         """
         with self._lock:
-            self._bytes -= self._found(response_id, None).size
-            del self._kept[response_id]
+            self._found(response_id, None)
+            self._drop(response_id)
 
     def before(self, response_id: str) -> list[Item]:
         """Everything that was asked and answered up to a response, it too.
@@ -93,11 +115,18 @@ class ResponseStore:
     def item(self, item_id: str) -> Item | None:
         """An item by its id; None: it is not kept."""
         with self._lock:
-            for kept in reversed(self._kept.values()):
-                items: list[Item] = [*kept.response["output"], *kept.items]
-                if found := next((item for item in items if item.get("id") == item_id), None):
-                    return found
-        return None
+            kept = self._kept.get(self._holder.get(item_id, ""))
+        if kept is None:
+            return None
+        items: list[Item] = [*kept.response["output"], *kept.items]
+        return next((item for item in items if item["id"] == item_id), None)
+
+    def _drop(self, response_id: str) -> None:
+        kept = self._kept.pop(response_id)
+        self._bytes -= kept.size
+        for item_id in kept.ids:
+            if self._holder.get(item_id) == response_id:
+                del self._holder[item_id]
 
     def _found(self, response_id: str, param: str | None) -> Kept:
         kept = self._kept.get(response_id)

@@ -1,4 +1,7 @@
-"""What an answer has to be: a format, a grammar, a forced call, a bound of its reasoning; read now, compiled later."""
+"""What an answer has to be: a format, a grammar, a forced call, a bound of its reasoning.
+
+Reading says what is wrong with a field; compiling, which takes longer, what of it cannot be held.
+"""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_what_is_stored(server: Served) -> None:
 
 
 def kept(name: str, size: int = 0, previous: str | None = None) -> Kept:
-    return Kept({"id": name, "output": []}, [{"id": f"item-{name}", "text": "x" * size}], previous)
+    return Kept.of({"id": name, "output": []}, [{"id": f"item-{name}", "text": "x" * size}], previous)
 
 
 def test_the_store_is_bounded() -> None:
@@ -233,6 +233,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": "x", "id": 7}]}, "input[0].id"),
     ({"input": [{"type": "reasoning", "content": [{"type": "text"}]}]}, "input[0].content[0]"),
     ({"instructions": 7}, "instructions"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -67,6 +67,11 @@ class Compiler:
             grammar = None if content is None and calls is None else self._grammar(tokenizer, content, calls, forced)
             return Compiled(self._marks, grammar, in_reasoning, budget)
 
+    def learn(self, tokenizer: Tokenizer) -> None:
+        """Read a vocabulary, which else the first one who asks waits for: a second for 129,280 tokens."""
+        with self._lock:
+            self._learn(tokenizer)
+
     def _learn(self, tokenizer: Tokenizer) -> None:
         if self._for is not tokenizer:
             self._for, self._vocabulary = tokenizer, vocabulary(tokenizer)

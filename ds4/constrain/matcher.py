@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from ds4.errors import Ds4Error
+from ds4.errors import Ds4Error, RequestError
 
 Row = NDArray[np.uint32]
 
@@ -196,7 +196,10 @@ class Answer:
             return matcher.is_accepting()
         return not matcher.is_stopped() and matcher.validate_tokens([token]) == 1
 
-    def _gave_up(self) -> Ds4Error:
+    def _gave_up(self) -> RequestError:
         assert self._matcher is not None
         why = self._matcher.get_error().strip().split("\n")[0][:300]
-        return Ds4Error(f"the answer's grammar takes too much to go on: {why or 'a token that it does not allow'}")
+        return RequestError(
+            f"the answer's grammar takes too much to go on: {why or 'a token that it does not allow'}",
+            code="grammar_too_complex",
+        )

@@ -110,7 +110,7 @@ def test_reasoning_is_folded_and_opens(tab: Tab) -> None:
         assert "of reasoning" in tab.answer.locator(".stats").inner_text()
 
 
-@pytest.mark.parametrize("how", ["Escape", "button"])
+@pytest.mark.parametrize("how", ["Escape", pytest.param("button", marks=pytest.mark.long)])
 def test_an_answer_is_stopped(tab: Tab, how: str) -> None:
     engine = StandIn(ids_of("again "), endless=True, config=StandInConfig(10**6))
     with serve(engine) as server:
@@ -244,6 +244,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(tab: Tab) -> None:
         assert page.locator("dialog[open]").count() == 0 and tab.complaints == []
 
 
+@pytest.mark.long
 def test_no_key_given(tab: Tab) -> None:
     with serve(StandIn(ids_of("in")), api_key="secret-of-the-server") as server:
         page = tab.open(server.url)
@@ -258,6 +259,7 @@ def test_no_key_given(tab: Tab) -> None:
         tab.refused(401)
 
 
+@pytest.mark.long
 def test_a_full_server_is_asked_again(tab: Tab) -> None:
     gate = Gate(1)
     with serve(StandIn(ids_of("free"), before_token=gate), limits=Limits(queue=0)) as server:
@@ -312,6 +314,7 @@ def test_a_server_that_goes_away(tab: Tab) -> None:
     tab.complaints.clear()
 
 
+@pytest.mark.long
 def test_settings_are_sent_and_kept(tab: Tab) -> None:
     with serve(StandIn(ids_of("ok" * 50))) as server:
         page = tab.open(server.url)
@@ -346,6 +349,7 @@ def test_settings_are_sent_and_kept(tab: Tab) -> None:
         assert server.engine.samplings[-1].temperature == 1.0
 
 
+@pytest.mark.long
 def test_chats_are_kept_shown_changed_and_deleted(tab: Tab) -> None:
     with serve(StandIn(ids_of("ok"))) as server:
         page = tab.open(server.url)
@@ -376,6 +380,7 @@ def test_chats_are_kept_shown_changed_and_deleted(tab: Tab) -> None:
         assert page.evaluate("Object.keys(localStorage).filter(k => k.startsWith('ds4.chat.')).length") == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tab", [{"color_scheme": "dark"}], indirect=True)
 def test_dark_and_light(tab: Tab) -> None:
     def back() -> int:

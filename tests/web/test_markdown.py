@@ -152,6 +152,7 @@ def test_growing_text_ends_like_whole_text(page: Any) -> None:
     assert wrong == []
 
 
+@pytest.mark.long
 def test_time_is_linear_in_the_text(page: Any) -> None:
     """What would take minutes if anything looked back each time: each of 100,000 characters or more."""
     n = 100_000

@@ -3,7 +3,7 @@
     python bench/screenshot.py [-m BASE] [--zchain DIR] [-o docs] [--chromium FILE]
 
 A server of its own is started on a free port, a question is asked with fixed settings, and page-light.png and
-page-dark.png are written, the latter in a width of a phone. The temperature is 0: the same weights give the same answer.
+page-dark.png are written, the latter as wide as a phone. The temperature is 0: the same weights, the same answer.
 """
 
 from __future__ import annotations

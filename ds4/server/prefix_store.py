@@ -137,6 +137,9 @@ class PrefixStore:
             ):
                 raise KeepError(path, "broken", "is not the text that was written there")
         except KeepError as e:
+            with self._lock:
+                if entry.path != path:  # it went to make room, this moment
+                    return None
             self.drop(entry, e.reason, str(e), unlink=e.useless)
             return None
         except MemoryError:

@@ -100,6 +100,12 @@ def test_a_bounded_replay_hides_what_was_before_it_or_is_not_gone_on_from(
     assert REPLAY.kept(mark(200, first=182), common, wanted) == kept
 
 
+def test_the_same_prompt_needs_its_logits() -> None:
+    part = mark(200, first=200, whole=False)
+    assert REPLAY.kept(part, 200, 200) == 0 and REPLAY.kept(part, 200, 219) == 200
+    assert FULL.kept(mark(200, whole=False), 200, 200) == 199
+
+
 def test_what_decode_made_serves_only_who_asked_for_it() -> None:
     answered = mark(200, exact=180, whole=False)
     loose = replace(FULL, decoded=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from tests.base.toys import toy_base, toy_dir
 from tests.conftest import opened
 from tests.engine.drafted import more, settled
 from tests.engine.test_against_teacher import prompt
-from tests.server.prefixed import FakeEngine, FakeSession, ask, kept_texts, model, served, text_of
+from tests.server.prefixed import FULL, FakeEngine, FakeSession, ask, kept_texts, model, served, text_of
 from tests.server.standin import StandIn, serve
 
 # ---- the same bits, on the real engine
@@ -162,6 +163,22 @@ def test_exact_passes_over_what_another_server_left_of_its_answers(tmp_path: Pat
             assert served(prefixes, FakeEngine(), [*ids, *answer, 7]) == 200
         prefixes.flush()
         prefixes.close()
+
+
+def test_exact_takes_no_logits_from_windows_that_went_on_over_a_cut(tmp_path: Path) -> None:
+    """Another server's `decoded` read a few tokens on, over the window of an earlier sync: the rows below are good,
+    what the prompt's last row said is not.
+    """
+    ids, engine = text_of(200), FakeEngine(rules=replace(FULL, bounded=True))
+    few = [*ids, 1, 2, 3]
+    prefixes = kept_texts(folder=PrefixFolder(tmp_path, 1 << 30), decoded=True)
+    assert [served(prefixes, engine, asked) for asked in (ids, few, few)] == [0, 200, 200]
+    prefixes.flush()
+    prefixes.close()
+    prefixes = kept_texts(folder=PrefixFolder(tmp_path, 1 << 30))
+    assert served(prefixes, engine, few) == 176
+    assert served(prefixes, engine, few) == 203, "read by itself"
+    prefixes.close()
 
 
 def test_other_sidecars_share_nothing() -> None:

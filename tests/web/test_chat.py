@@ -9,7 +9,7 @@ import pytest
 
 from ds4.errors import Ds4Error
 from ds4.model.tokenizer import ASSISTANT, END_THINK, EOS, THINK
-from ds4.server.request import Limits
+from ds4.server.request import Limits, Progress, ServedEngine
 from tests.server.standin import TOKENIZER, StandIn, StandInConfig, StandInSession, ids_of, serve, until
 from tests.web.conftest import Tab
 
@@ -108,6 +108,18 @@ def test_reasoning_is_folded_and_opens(tab: Tab) -> None:
         page.get_by_text("Thought for").click()
         assert thought.is_visible() and thought.inner_text() == "Six times\nseven."
         assert "of reasoning" in tab.answer.locator(".stats").inner_text()
+        # an answer that its limit cut goes on behind what was thought
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Most tokens of an answer").fill("19")
+        page.get_by_role("button", name="Done").click()
+        page.get_by_role("button", name="Write this answer again").click()
+        page.get_by_text("token limit").wait_for()
+        assert tab.answer.locator(".text").inner_text() == "It"
+        server.engine.script = ids_of(" was 42.")
+        page.get_by_role("button", name="Continue this answer").click()
+        tab.done()
+        assert tab.answer.locator(".text").inner_text() == "It was 42."
+        assert said(server.engine).endswith(f"{ASSISTANT}{THINK}Six times\nseven.{END_THINK}It")
 
 
 @pytest.mark.parametrize("how", ["Escape", pytest.param("button", marks=pytest.mark.long)])
@@ -312,6 +324,40 @@ def test_a_server_that_goes_away(tab: Tab) -> None:
     assert "does not answer" in tab.answer.locator(".notice").inner_text()
     assert all("ERR_CONNECTION_REFUSED" in c for c in tab.complaints)
     tab.complaints.clear()
+
+
+@pytest.mark.long
+def test_a_server_that_is_not_ready(tab: Tab) -> None:
+    """The head says how far it is, and later who has the device; a message waits for the one and the other."""
+    loaded = threading.Event()
+
+    def load(progress: Progress) -> ServedEngine:
+        progress(43, 100)
+        assert loaded.wait(30)
+        return engine
+
+    engine = StandIn(ids_of("ready"))
+    with serve(engine, open_engine=load, wait=False) as server:
+        page = tab.page
+        page.goto(server.url)
+        page.get_by_text("loading 43 %").wait_for()
+        tab.ask("hi")
+        page.get_by_text("Trying again in").wait_for()
+        loaded.set()
+        tab.done()
+        assert tab.answer.locator(".text").inner_text() == "ready"
+        page.locator("#state.good").wait_for()
+        tab.refused(503)
+        loaded.clear()
+        lease = server.admin("lend", {"for": "the night"}).json()["lease"]
+        page.reload()
+        page.get_by_text("lent to the night").wait_for()
+        tab.ask("and now?")
+        page.get_by_text("Waiting for the server").wait_for()
+        loaded.set()
+        assert server.admin(f"lend/{lease}/return").status_code == 202
+        tab.done()
+        assert tab.answer.locator(".text").inner_text() == "ready"
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from ds4.errors import RequestError
 from ds4.model.tools import declaration
 
 MOST_TOOLS = 256
+MOST_GRAMMAR = 1 << 20  # characters of the whole
 _NO_KEY = re.compile('["\x00-\x1f\x7f]')
 # of a tool's parameters as a whole: each parameter is held on its own, so what ties them together cannot be
 _TIES = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties", "enum", "const")
@@ -132,6 +133,8 @@ def _parameter(
         raise SchemaFault(
             "properties", where[:200], "a parameter's name has 1 to 256 characters, and no quotes or line breaks"
         )
+    if sum(map(len, rules)) > MOST_GRAMMAR:
+        raise SchemaFault("properties", where[:200], f"the tools make a grammar of over {MOST_GRAMMAR} characters")
     values = []
     raw = texts(schema, root, where)
     if raw is not None:  # a lexeme of its own: it may hold "</", and ends at the one before the marker

@@ -10,18 +10,17 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from ds4.constrain.calls import Calls, calls_grammar
+from ds4.constrain.calls import MOST_GRAMMAR, Calls, calls_grammar
 from ds4.constrain.content import Content, json_rule
-from ds4.constrain.matcher import Compiled, Marks
+from ds4.constrain.matcher import Compiled, Grammar, Marks
 from ds4.constrain.schema import fault_of, refusal
 from ds4.errors import RequestError
 from ds4.model.chat import other_turns
 from ds4.model.tokenizer import DSML, END_THINK, EOS, Tokenizer
 
-MOST_GRAMMAR = 1 << 20  # characters of a whole grammar, all tools together
-KEPT = 32  # compiled grammars
+KEPT = 16  # compiled grammars
 KEPT_CHARS = 1 << 21  # of their texts together: what is compiled takes some hundred bytes a character
-MOST_STATES = 30_000  # of a lexer, 1 to 2 KB each
+MOST_STATES = 200_000  # of a lexer, half a KB each: a string of 25,000 characters whose length is bounded
 STACK_BYTES = 512 << 20  # of the compiling thread, reserved and not used: rules may lead from one to the next, deeply
 
 # A mask is what the grammar says: else, where only one text can follow, only the tokens that it is usually cut into
@@ -39,7 +38,7 @@ class Compiler:
         self._for: Tokenizer | None = None
         self._vocabulary: LLTokenizer | None = None
         self._marks: Marks | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
     def compile(
         self, tokenizer: Tokenizer, *, content: Content | None = None, calls: Calls | None = None,
@@ -81,7 +80,7 @@ class Compiler:
             )  # fmt: skip
             self._kept.clear()
 
-    def _grammar(self, tokenizer: Tokenizer, content: Content | None, calls: Calls | None, forced: bool) -> LLMatcher:
+    def _grammar(self, tokenizer: Tokenizer, content: Content | None, calls: Calls | None, forced: bool) -> Grammar:
         if calls is None:
             assert content is not None
             own = content
@@ -94,7 +93,7 @@ class Compiler:
         beside = None if forced else content
 
         def text() -> str:
-            block, rules = calls_grammar(calls, tokenizer.special_id(DSML), self._fault)
+            block, rules = calls_grammar(calls, tokenizer.special_id(DSML), self._faults())
             if beside is None:
                 return f"start: {block}\n{rules}"
             self._grammar(tokenizer, beside, None, True)  # its own faults first
@@ -105,25 +104,33 @@ class Compiler:
         key = json.dumps([calls.declared, calls.name, calls.one, beside and beside.grammar], ensure_ascii=False)
         return self._compiled(key, text, lambda fault: _refused(calls.field, fault))
 
-    def _fault(self, schema: Any) -> str:
-        """What the compiler has against a schema; "" for nothing."""
-        found: str = _deep(lambda: self._made("start: " + json_rule(schema, canonical=True)).get_error())
-        return found
+    def _faults(self) -> Callable[[Any], str]:
+        """What the compiler has against a schema, "" for nothing; the same one is compiled once."""
+        known: dict[str, str] = {}
 
-    def _compiled(self, key: str, written: Callable[[], str], refused: Callable[[str], RequestError]) -> LLMatcher:
+        def fault(schema: Any) -> str:
+            rule = json_rule(schema, canonical=True)
+            if rule not in known:
+                known[rule] = _deep(lambda: self._made("start: " + rule).get_error())
+            return known[rule]
+
+        return fault
+
+    def _compiled(self, key: str, written: Callable[[], str], refused: Callable[[str], RequestError]) -> Grammar:
         """What `key` stands for, compiled before, or `written` now."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        kept = self._kept.pop(key, None)
+        if kept is not None and not kept.worn:
+            self._kept[key] = kept
+            return kept
         if len(key) > MOST_GRAMMAR or len(text := written()) > MOST_GRAMMAR:
             raise refused(f"it makes a grammar of more than {MOST_GRAMMAR} characters")
         made = _deep(lambda: self._made(text))
         if made.is_error():
             raise refused(made.get_error())
-        self._kept[key] = made
+        self._kept[key] = Grammar(made)
         while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(map(len, self._kept)) > KEPT_CHARS):
             self._kept.popitem(last=False)
-        return made
+        return self._kept[key]
 
     def _made(self, text: str) -> LLMatcher:
         """A matcher at its start; one that is in error says why. Its first mask is tried, which finds more faults."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ds4.errors import Ds4Error, RequestError
 
 Row = NDArray[np.uint32]
+MOST_TOKENS = 32_768  # of answers through one grammar, then it is compiled anew
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,25 @@ class Marks:
         return row
 
 
+@dataclass
+class Grammar:
+    """A matcher at its start, which answers copy. They share what its lexer has seen, which grows with them: where
+    lengths are counted, by up to ten states of half a KB a character.
+
+    Attributes:
+        tokens: of answers so far.   spoiled: one gave up, perhaps because there were too many states.
+    """
+
+    matcher: LLMatcher
+    tokens: int = 0
+    spoiled: bool = False
+
+    @property
+    def worn(self) -> bool:
+        """Whether the next answer should have one of its own."""
+        return self.spoiled or self.tokens > MOST_TOKENS
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What an answer has to obey; many answers may start from one.
@@ -59,7 +79,7 @@ class Compiled:
     """
 
     marks: Marks
-    grammar: LLMatcher | None
+    grammar: Grammar | None
     reasons: bool = False
     budget: int | None = None
     _open: Row = field(init=False, repr=False)
@@ -78,7 +98,7 @@ class Answer:
     def __init__(self, of: Compiled, open_row: Row) -> None:
         """`open_row`: what reasoning may hold while content has to follow."""
         self._of, self._marks, self._open = of, of.marks, open_row
-        self._matcher = None if of.grammar is None else of.grammar.deep_copy()
+        self._matcher = None if of.grammar is None else of.grammar.matcher.deep_copy()
         self._parts = ""  # a letter a token: r reasoning, t its closing tag, c content, e the end of sentence
         self._failed: Ds4Error | None = None  # for good
 
@@ -129,6 +149,8 @@ class Answer:
         if not self._allows(token):
             raise Ds4Error(f"token {token} after {len(self._parts)} of the answer is not what its grammar allows")
         self._advance(token)
+        if self._of.grammar is not None:
+            self._of.grammar.tokens += 1
 
     def _advance(self, token: int) -> None:
         if self._reasoning:
@@ -197,7 +219,8 @@ class Answer:
         return not matcher.is_stopped() and matcher.validate_tokens([token]) == 1
 
     def _gave_up(self) -> RequestError:
-        assert self._matcher is not None
+        assert self._matcher is not None and self._of.grammar is not None
+        self._of.grammar.spoiled = True
         why = self._matcher.get_error().strip().split("\n")[0][:300]
         return RequestError(
             f"the answer's grammar takes too much to go on: {why or 'a token that it does not allow'}",

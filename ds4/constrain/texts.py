@@ -105,22 +105,26 @@ def others(schema: Any, root: Any) -> dict[str, Any] | None:
         if not kinds:
             return None
         schema = without(schema, ("type",))
-    home = "#/$defs/root"
-    own = {k: v for k, v in root.items() if k != "$id"} if isinstance(root, Mapping) else root
-    return {"$defs": {"root": _moved(own, home)}, "allOf": [_moved(schema, home), {"type": kinds}]}
+    places: dict[str, str] = {}  # pointers into root, and their names in the new schema
+    own = {"allOf": [_moved(schema, places), {"type": kinds}]}
+    defs: dict[str, Any] = {}
+    while missing := list(places.items())[len(defs) :]:
+        for pointer, name in missing:
+            defs[name] = _moved(resolve(root, pointer), places)
+    return {"$defs": defs, **own} if defs else own
 
 
-def _moved(schema: Any, home: str) -> Any:
-    """`schema` with its references into "#" going into `home`."""
+def _moved(schema: Any, places: dict[str, str]) -> Any:
+    """`schema` with its pointers going to `places`, where new ones are entered."""
     if isinstance(schema, Mapping):
         out = {}
         for k, v in schema.items():
-            pointer = k == "$ref" and isinstance(v, str) and v.startswith("#")
-            out[k] = (
-                home + v[1:] if pointer else v if k in ("enum", "const", "default", "examples") else _moved(v, home)
-            )
+            if k == "$ref" and isinstance(v, str) and v.startswith("#"):
+                out[k] = "#/$defs/" + places.setdefault(v, f"d{len(places)}")
+            elif k != "$id":
+                out[k] = v if k in ("enum", "const", "default", "examples") else _moved(v, places)
         return out
-    return [_moved(v, home) for v in schema] if isinstance(schema, list) else schema
+    return [_moved(v, places) for v in schema] if isinstance(schema, list) else schema
 
 
 def searched(pattern: Any, where: str) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ds4.constrain import Calls, Compiled, Compiler, read_format, read_grammar
+from ds4.constrain import Calls, Compiled, Compiler, matcher, read_format, read_grammar
 from ds4.constrain import compiler as module
 from ds4.constrain.schema import MOST_CHARS, MOST_DEPTH
 from ds4.errors import RequestError
-from ds4.model.tokenizer import Tokenizer
-from tests.constrain.conftest import function
+from ds4.model.tokenizer import EOS, Tokenizer
+from tests.constrain.conftest import block, function, invoke, parameter
 
 Fits = Callable[[Compiled | None, str], bool]
 
@@ -163,7 +163,17 @@ def test_what_was_compiled_is_kept(tokenizer: Tokenizer, compiler: Compiler, mon
     compiler.compile(tokenizer, calls=Calls(tools))
     assert len(made) == before
     first, second = compiled(2), compiled(2)
-    assert first is not None and second is not None and first.grammar is second.grammar
+    assert first is not None and second is not None and first.grammar is second.grammar is not None
+    used = compiled(2)
+    assert used is not None and used.grammar is not None and used.grammar.matcher is first.grammar.matcher
+    state = used.start()
+    state.advance(tokenizer.encode("2")[0])
+    assert used.grammar.tokens == 1
+    monkeypatch.setattr(matcher, "MOST_TOKENS", 0)  # what has grown is compiled anew
+    before = len(made)
+    fresh = compiled(2)
+    assert fresh is not None and fresh.grammar is not used.grammar and len(made) == before + 1
+    assert state.valid([tokenizer.special_id(EOS)]) == 1  # who has the old one keeps it
     monkeypatch.setattr(module, "KEPT_CHARS", 12)
     compiled(7)
     assert list(compiler._kept) == ['start: "7"']
@@ -221,3 +231,40 @@ def test_hundreds_of_tools(tokenizer: Tokenizer, compiler: Compiler) -> None:
     with pytest.raises(RequestError, match=r"'schema' at #: it has .* characters"):
         compiler.compile(tokenizer, calls=Calls(wide))
     assert len(json.dumps(wide)) > MOST_CHARS
+
+
+def test_what_gave_up_is_not_used_again(
+    tokenizer: Tokenizer, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of a lexer are shared by the answers of a grammar: full once, it is full for all."""
+    monkeypatch.setattr(module, "MOST_STATES", 3000)
+    content = read_format(asked({"type": "string", "maxLength": 2000}), "rf")
+    text = tokenizer.encode('"' + "ab 1" * 400)
+    for _ in range(2):
+        made = compiler.compile(tokenizer, content=content)
+        assert made is not None and made.grammar is not None
+        state = made.start()
+        with pytest.raises(RequestError, match="too many states") as caught:
+            for token in text:
+                state.rows([])
+                state.advance(token)
+        assert caught.value.code == "grammar_too_complex" and made.grammar.worn
+    assert state.rows([]) is not None
+
+
+def test_defs_go_with_the_parameters_that_use_them(tokenizer: Tokenizer, compiler: Compiler, fits: Fits) -> None:
+    """A parameter's grammar has what it refers to, and not all of the schema: many parameters, long definitions."""
+    long = {"type": "object", "properties": {"v": {"const": "x" * 20_000}, "next": {"$ref": "#/$defs/long"}}}
+    at = {"type": "object", "properties": {"lat": {"$ref": "#/$defs/deg"}}, "required": ["lat"]}
+    defs = {"long": long, "at": at, "deg": {"type": "number"}}
+    many: dict[str, Any] = {f"p{i}": {"$ref": "#/$defs/at"} for i in range(40)}
+    tool = function(
+        "f", {**many, "one": {"$ref": "#/$defs/long"}, "all": {"$ref": "#/properties/p3"}}, **{"$defs": defs}
+    )
+    made = compiler.compile(tokenizer, calls=Calls([tool]))
+    for name in ("p0", "p39", "all"):
+        assert fits(made, block(invoke("f", parameter(name, '{"lat": 1.5}', False))))
+        assert not fits(made, block(invoke("f", parameter(name, '{"lat": "1"}', False))))
+    wide = {f"p{i}": {"$ref": "#/$defs/long"} for i in range(80)}
+    with pytest.raises(RequestError, match="make a grammar of over"):
+        compiler.compile(tokenizer, calls=Calls([function("f", wide, **{"$defs": defs})]))

@@ -76,8 +76,14 @@ def alone(engine: Engine, name: str, i: int, count: int) -> Run:
     return run
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["default", "f32"])
-@pytest.mark.parametrize("name", ["oracle-a", "oracle-e"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("oracle-a", MODES[0]), ("oracle-e", MODES[1]),
+        pytest.param("oracle-a", MODES[1], marks=pytest.mark.long),
+        pytest.param("oracle-e", MODES[0], marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_a_session_draws_the_same_whoever_its_neighbours_are(
     engines: Callable[..., Engine], name: str, mode: dict[str, str]
 ) -> None:
@@ -119,7 +125,7 @@ def test_direct_launches_equal_capture_and_replay(engines: Callable[..., Engine]
     assert drawn[False] == drawn[True]
 
 
-@pytest.mark.parametrize("draft_k", [3, 1, None])
+@pytest.mark.parametrize("draft_k", [3, pytest.param(1, marks=pytest.mark.long), None])
 def test_with_a_draft_head(engines: Callable[..., Engine], draft_k: int | None) -> None:
     """Alone, two, three and alone again, with as many drafts as the rows allow: the tokens of plain decode."""
     plain = engines("oracle-e", sessions=3)

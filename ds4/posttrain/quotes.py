@@ -155,7 +155,7 @@ class Quotes:
         lines, gone = text.splitlines(keepends=True), 0
         for i, line in enumerate(lines):
             if any(word in self._words for word in _WORD.findall(line)):
-                lines[i], gone = GONE + "\n", gone + 1
+                lines[i], gone = _gone(line), gone + 1
         text = "".join(lines)
         for form in self._forms:
             gone += text.count(form)
@@ -164,6 +164,13 @@ class Quotes:
 
     def _quoted(self, text: str) -> bool:
         return any(w in self._words for w in _WORD.findall(text)) or any(t in text for t in self._texts)
+
+
+def _gone(line: str) -> str:
+    """What stands in a line's place: a row of a table stays one, so that the table goes on behind it."""
+    if line.startswith("| "):
+        return f"| {GONE} |\n"
+    return f"<tr><td>{GONE}</td></tr>\n" if line.startswith("<tr") else GONE + "\n"
 
 
 def _forms(text: str) -> set[str]:

@@ -255,5 +255,5 @@ def _history(path: Path) -> list[dict[str, object]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            rows.append({key: row[key] for key in TOLD if isinstance(row.get(key), str)})
+            rows.append({key: row[key] for key in TOLD if isinstance(row.get(key, 0), str | None)})
     return rows

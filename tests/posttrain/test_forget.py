@@ -20,6 +20,8 @@ from ds4.errors import CapacityError
 from ds4.posttrain.forget import forget
 from ds4.posttrain.log import append, day_file, days, read_log, row_bytes
 from ds4.posttrain.quotes import digests, text_digest
+from solvers.nightly import report
+from solvers.nightly.report import Part, Row
 from tests.cli.commands import ok, refused
 
 SECRET = "My brother's <name> is Ottokar & he lives in Lübeck."
@@ -120,6 +122,21 @@ def test_quotes_elsewhere_go_too(log: Path, tmp_path: Path, capsys: pytest.Captu
     for trace in (b"Ottokar", b"marzipan", ONE.encode(), text_digest(SECRET).encode()):
         assert trace not in everything(log) + everything(home)
     assert f"{log}/corrections.jsonl: 2 quotes" in said and "report.txt: 2 quotes" in said
+
+
+def test_a_table_goes_on_behind_a_row_that_was_forgotten(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a night's report: a line without its bars would end the table, and show the rows after it as text."""
+    parts = [Part("Points", head=("request", "place"), rows=(Row((ONE, "7")), Row((TWO, "8"))))]
+    (tmp_path / "report.md").write_text(report.markdown(parts))
+    (tmp_path / "report.html").write_text(report.html(parts))
+    ok(capsys, "forget", "--log", log, "--request", ONE, "--also", tmp_path)
+    rows = [line for line in (tmp_path / "report.md").read_text().splitlines() if line]
+    assert rows[1:] == ["| request | place |", "|---|---|", "| [forgotten] |", f"| {TWO} | 8 |"]
+    page = (tmp_path / "report.html").read_text()
+    table = page[page.index("<table>") : page.index("</table>")].splitlines()
+    assert table[2:] == ["<tr><td>[forgotten]</td></tr>", f"<tr><td>{TWO}</td><td>8</td></tr>"]
 
 
 def test_short_and_common_texts_take_nothing_along(log: Path) -> None:

@@ -46,7 +46,13 @@ def home(tmp_path: Path) -> Path:
     (made / "current").symlink_to("nights/2026-11-28")
     (made / "work" / "2026-12-01").mkdir(parents=True)
     (made / "work" / "2026-12-01" / "report.json").write_text('"a prompt of somebody"')
-    row = {"at": "2026-11-29T03:30:00+00:00", "event": "accepted", "night": "2026-11-28", "texts": "not told"}
+    row = {
+        "at": "2026-11-29T03:30:00+00:00",
+        "event": "accepted",
+        "night": "2026-11-28",
+        "before": None,
+        "x": "untold",
+    }
     (made / "history.jsonl").write_text(json.dumps(row) + "\n{torn")
     return made
 
@@ -102,7 +108,7 @@ def test_nights_show_their_reports_alone(home: Path, tmp_path: Path) -> None:
             "2026-11-28": ("night", True), "2026-11-29": ("night", False), "2026-11-30": ("rejected", False),
         }  # fmt: skip
         assert told["history"] == [
-            {"at": "2026-11-29T03:30:00+00:00", "event": "accepted", "night": "2026-11-28"}
+            {"at": "2026-11-29T03:30:00+00:00", "event": "accepted", "night": "2026-11-28", "before": None}
         ]  # fmt: skip
     other = tmp_path / "a-posttrain-folder"
     other.mkdir()
@@ -170,7 +176,7 @@ def test_the_page(tab: Tab, folder: Path, home: Path) -> None:
         page.get_by_text('"a": [').wait_for()
         page.get_by_role("link", name="What happened").click()
         page.get_by_text("accepted").wait_for()
-        assert page.locator("#view tbody td").all_inner_texts()[:2] == ["2026-11-29T03:30:00+00:00", "accepted"]
+        assert page.locator("#view tbody td").all_inner_texts()[:2] == ["2026-11-29 03:30:00", "accepted"]
         page.set_viewport_size({"width": 360, "height": 640})
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         assert page.evaluate("window.hacked") is None

@@ -119,8 +119,9 @@ async function body(kind, data, title) {
 
 function historyTable() {
   const columns = ["at", "event", "day", "night", "method", "before", "reason"];
-  const row = (tag, cells) => el("tr", {}, ...cells.map((c) => el(tag, {}, c)));
-  const rows = history.map((line) => row("td", columns.map((c) => line[c] ?? "")));
+  const row = (tag, cells) => el("tr", {}, ...cells.map((c, i) => el(tag, { class: i < 4 ? "whole" : null }, c)));
+  const cell = (value) => (value === undefined ? "" : value === null ? "none" : value);
+  const rows = history.map((line) => row("td", columns.map((c) => cell(c === "at" ? line.at?.slice(0, 19).replace("T", " ") : line[c]))));
   const table = el("table", {}, el("thead", {}, row("th", columns)), el("tbody", {}, ...rows));
   return el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "History" }, table);
 }

@@ -46,6 +46,7 @@ def server(drafting: Engine) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.long
 def test_drafts_change_nothing_and_everything_obeys(drafting: Engine) -> None:
     """Greedy and seeded: token for token what plain decode says; without a seed: a whole value of the schema."""
     t, compiler = drafting.tokenizer, Compiler()

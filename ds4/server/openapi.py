@@ -169,6 +169,7 @@ def _sampling(limits: Limits) -> Schema:
         "stream": BOOLEAN,
         "model": STRING,
         "return_progress": BOOLEAN,
+        "grammar": {"type": "string", "minLength": 1},
     }  # fmt: skip
 
 
@@ -184,6 +185,15 @@ def _thinking() -> Schema:
         "chat_template_kwargs": record({}, {"thinking": BOOLEAN, "enable_thinking": BOOLEAN,
                                             "reasoning_effort": effort}, additionalProperties=False),
     }  # fmt: skip
+
+
+def _format(*, flat: bool) -> Schema:
+    """What an answer has to be. `flat`: the schema stands beside the type."""
+    kinds = [record({"type": one_of("text")}), record({"type": one_of("json_object")})]
+    schema = record({"schema": OBJECT}, {"name": STRING, "strict": BOOLEAN})
+    if flat:
+        return {"anyOf": [*kinds, {"allOf": [record({"type": one_of("json_schema")}), schema]}]}
+    return {"anyOf": [*kinds, record({"type": one_of("json_schema"), "json_schema": schema})]}
 
 
 def _stop(limits: Limits) -> Schema:
@@ -230,9 +240,12 @@ def _openai(context: int | None) -> Schema:
         record({"role": one_of("tool"), "content": content, "tool_call_id": {"type": "string", "minLength": 1}}),
     ]  # fmt: skip
     most = {"max_tokens": _tokens(context), "max_completion_tokens": _tokens(context)}
-    common = {**most, "n": one_of(1), "stream_options": record({}, {"include_usage": BOOLEAN})}
+    common = {**most, "n": one_of(1), "response_format": _format(flat=False)}
+    common |= {"stream_options": record({}, {"include_usage": BOOLEAN})}
     tool = record({"type": one_of("function"), "function": ref("Function")})
-    chat = {"tools": listed(tool), "tool_choice": one_of("auto", "none"), "parallel_tool_calls": BOOLEAN}
+    named = record({"type": one_of("function"), "function": record({"name": STRING})})
+    choice = {"anyOf": [one_of("auto", "none", "required"), named]}
+    chat = {"tools": listed(tool), "tool_choice": choice, "parallel_tool_calls": BOOLEAN}
     usage = record({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER})
     reasons = one_of("stop", "length", "tool_calls")
 
@@ -274,20 +287,12 @@ def _messages(context: int | None) -> Schema:
         record({"type": one_of("tool_use"), "id": name, "name": name, "input": OBJECT}),
     ]
     plain = {"type": "string", "minLength": 1}
-    message = {
-        "anyOf": [
-            record(
-                {"role": one_of("user"), "content": {"anyOf": [plain, listed({"anyOf": [text, result]}, minItems=1)]}}
-            ),
-            record({"role": one_of("assistant"), "content": {"anyOf": [plain, listed({"anyOf": said}, minItems=1)]}}),
-        ]
-    }
-    choice = {
-        "anyOf": [
-            record({"type": one_of("auto")}, {"disable_parallel_tool_use": BOOLEAN}),
-            record({"type": one_of("none")}),
-        ]
-    }
+    blocks = {"user": [text, result], "assistant": said}
+    content = {r: {"anyOf": [plain, listed({"anyOf": kinds}, minItems=1)]} for r, kinds in blocks.items()}
+    message = {"anyOf": [record({"role": one_of(r), "content": content[r]}) for r in blocks]}
+    alone = {"disable_parallel_tool_use": BOOLEAN}
+    kinds = [record({"type": one_of("auto", "any", "none")}, alone)]
+    choice = {"anyOf": [*kinds, record({"type": one_of("tool"), "name": name}, alone)]}
     prompt = record(
         {"messages": listed(ref("MessagesMessage"), minItems=1)},
         {
@@ -295,7 +300,7 @@ def _messages(context: int | None) -> Schema:
             "tools": listed(_function("input_schema")),
             "tool_choice": choice,
             "metadata": OBJECT,
-            "output_config": record({}, {"effort": one_of(*EFFORTS, *OTHER_NAMES)}),
+            "output_config": record({}, {"effort": one_of(*EFFORTS, *OTHER_NAMES), "format": _format(flat=True)}),
         },
     )
     thinking = record({}, {"thinking": _thinking()["thinking"]})
@@ -330,6 +335,7 @@ def _responses(context: int | None) -> Schema:
         record({"type": one_of("function_call_output"), "call_id": text, "output": STRING}),
     ]
     tool = {"allOf": [record({"type": one_of("function")}), _function("parameters")]}
+    named = record({"type": one_of("function"), "name": text})
     request = record(
         {"input": {"anyOf": [text, listed(ref("InputItem"), minItems=1)]}},
         {
@@ -337,7 +343,8 @@ def _responses(context: int | None) -> Schema:
             "max_output_tokens": _tokens(context),
             "store": BOOLEAN,
             "tools": listed(tool),
-            "tool_choice": one_of("auto", "none"),
+            "tool_choice": {"anyOf": [one_of("auto", "none", "required"), named]},
+            "text": record({}, {"format": _format(flat=True)}),
             "parallel_tool_calls": BOOLEAN,
             "previous_response_id": STRING,
             "reasoning": record({}, {"effort": one_of("none", *EFFORTS, *OTHER_NAMES)}),

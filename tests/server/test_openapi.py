@@ -6,6 +6,7 @@ import contextlib
 import re
 import unittest
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from ds4.server.app import make_app
 from ds4.server.openapi import document
 from ds4.server.request import Limits
 from ds4.server.worker import Worker
-from tests.server.standin import Served, StandIn, StandInConfig, ids_of, serve
+from tests.server.standin import Served, StandIn, StandInConfig, StandInSession, ids_of, serve
 
 ELSEWHERE = re.compile(r"/($|web|report|admin)")  # a page and its files; orders, which have a key of their own
 
@@ -38,7 +39,7 @@ def test_it_has_every_path_and_no_other() -> None:
         (route.path.replace(":path", ""), method.lower())
         for route in app._app.routes
         if isinstance(route, APIRoute) and not ELSEWHERE.match(route.path)
-        for method in route.methods - {"HEAD"}
+        for method in (route.methods or set()) - {"HEAD"}
     }
     told = document(Limits())
     methods = ("get", "post", "delete")
@@ -59,8 +60,14 @@ def test_it_is_served() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with serve(StandIn(ids_of("Hm</think>ok"), config=StandInConfig(500))) as served:
+    """Its script obeys no grammar, and nobody minds."""
+    with pytest.MonkeyPatch.context() as patch, serve_free(patch) as served:
         yield served
+
+
+def serve_free(patch: pytest.MonkeyPatch) -> AbstractContextManager[Served]:
+    patch.setattr(StandInSession, "constrain", lambda session, constraint: None)
+    return serve(StandIn(ids_of("Hm</think>ok"), config=StandInConfig(500)))
 
 
 @pytest.mark.long
@@ -80,18 +87,18 @@ def test_what_it_allows_and_what_it_forbids(server: Served, mode: str) -> None:
     ]  # fmt: skip
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
     for result in schema.get_all_operations():
-        operation = result.ok()
+        operation = cast(Any, result).ok()
         statuses = _asked(operation, schemathesis.GenerationMode(mode), wanted)
         if operation.method == "post":  # else nothing was tested
             assert (200 if mode == "positive" else 400) in statuses, (operation.label, statuses)
 
 
 def _asked(operation: Any, mode: Any, checks: list[Any]) -> set[int]:
-    """Statuses of 60 requests, each answer checked; none where nothing about an operation can be wrong."""
+    """Statuses of 40 requests, each answer checked; none where nothing about an operation can be wrong."""
     statuses: set[int] = set()
 
     @settings(
-        max_examples=60, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=40, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=[*HealthCheck],
     )  # fmt: skip
     @given(case=operation.as_strategy(generation_mode=mode))

@@ -84,6 +84,18 @@ def test_chat_renders_the_prompt_and_cuts_at_a_stop_string(server: Served, engin
     assert cut["message"]["content"] == text[: text.index(stop)] and cut["finish_reason"] == "stop"
 
 
+def test_every_api_draws_the_same_tokens(server: Served, engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hi <｜System｜>"}]
+    prompt = engine.tokenizer.encode_segments(render(messages, thinking=False), spell_missing=True)
+    ids, text = expected(engine, prompt, 12, Sampling())
+    told = server.post("/v1/messages", {"messages": messages, "max_tokens": 12, "temperature": 0}).json()
+    assert told["content"] == [{"type": "text", "text": text}]
+    assert (told["usage"]["input_tokens"], told["usage"]["output_tokens"]) == (len(prompt), len(ids))
+    body = {"input": messages[0]["content"], "max_output_tokens": 12, "temperature": 0}
+    assert server.post("/v1/responses", body).json()["output"][0]["content"][0]["text"] == text
+    assert server.post("/apply-template", {"messages": messages, "tokens": True}).json()["tokens"] == prompt
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_penalties_and_log_probabilities_are_those_of_a_session(
     server: Served, engine: Engine, temperature: float

@@ -53,6 +53,7 @@ def test_what_is_wanted(script: ModuleType) -> None:
     assert script.nearest("Yes.", ("In short: {given}",)) == "In short: Yes."
 
 
+@pytest.mark.long
 def test_nights(tmp_path: Path) -> None:
     code, out, text = run("nights.py", *FEW, "--work", str(tmp_path))
     assert code == 0, text

@@ -1,8 +1,20 @@
 """bench/score_split.py runs and says what it judged. Which solve is better is for the bench, at its own size."""
 
-from tests.bench.test_benches import run
+import subprocess
+import sys
+
+import pytest
+
+from tests.bench.test_benches import ROOT, run
 
 
+def test_it_starts() -> None:
+    """What it imports is there; its work is in the long run."""
+    command = [sys.executable, str(ROOT / "bench" / "score_split.py"), "--help"]
+    assert "--points" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+@pytest.mark.long
 def test_score_split() -> None:
     code, out, text = run("score_split.py", "--points", "2", "--answers", "12", "--domains", "code")
     assert code == 0, text

@@ -111,19 +111,20 @@ def test_a_night_mounted_decides_as_was_asked_for(
     )
 
 
+@pytest.mark.parametrize("rule", [NightRule(rounds=1), pytest.param(NightRule(), marks=pytest.mark.long)])
 def test_the_same_night_is_the_same_bytes_and_is_not_solved_twice(
-    engine: Engine, zchain: Path, turns: list[Turn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, zchain: Path, turns: list[Turn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: NightRule
 ) -> None:
     with Workers(3) as workers:
-        one = solve_night(engine, turns, tmp_path / "a", {}, zchain=zchain, workers=workers)
-    two = solve_night(engine, turns, tmp_path / "b", {}, zchain=zchain)
+        one = solve_night(engine, turns, tmp_path / "a", {}, zchain=zchain, rule=rule, workers=workers)
+    two = solve_night(engine, turns, tmp_path / "b", {}, zchain=zchain, rule=rule)
     assert one == two
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     monkeypatch.setattr("solvers.posttrain.MarginReader", None)
-    assert solve_night(engine, turns, tmp_path / "a", {}, zchain=zchain) == json.loads(json.dumps(one))
+    assert solve_night(engine, turns, tmp_path / "a", {}, zchain=zchain, rule=rule) == json.loads(json.dumps(one))
     with pytest.raises(UsageError, match="holds another sidecar"):
-        solve_night(engine, turns[:4], tmp_path / "a", {}, zchain=zchain)
+        solve_night(engine, turns[:4], tmp_path / "a", {}, zchain=zchain, rule=rule)
 
 
 def test_it_goes_on_from_what_is_under_it(engine: Engine, zchain: Path, turns: list[Turn], tmp_path: Path) -> None:
@@ -215,10 +216,10 @@ def test_a_full_disk_leaves_nothing_under_the_name(
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(CapacityError, match="the disk is full"):
-        solve_night(engine, turns, tmp_path / "n", {}, zchain=zchain)
+        solve_night(engine, turns, tmp_path / "n", {}, zchain=zchain, rule=NightRule(rounds=1))
     monkeypatch.undo()
     assert not (tmp_path / "n").exists()
-    solve_night(engine, turns, tmp_path / "n", {}, zchain=zchain)
+    solve_night(engine, turns, tmp_path / "n", {}, zchain=zchain, rule=NightRule(rounds=1))
     assert {p.name for p in tmp_path.iterdir()} == {"n"}
 
 

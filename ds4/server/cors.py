@@ -10,8 +10,9 @@ from ds4.errors import UsageError
 Headers = Sequence[tuple[bytes, bytes]]
 ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
 PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    # the star is for what official clients send beside; it stands for all but the first
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, *"),
     (b"access-control-max-age", b"600"),
 )
 

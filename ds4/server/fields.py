@@ -10,15 +10,18 @@ from typing import Any
 
 from ds4.errors import RequestError
 
+MOST_DEEP = 256  # levels of what is written again
+
 
 def parse_object(body: bytes) -> Fields:
     """The body of a request as an object.
 
     Raises:
-        RequestError: not UTF-8, not JSON (NaN and Infinity are none), nested too deep, not an object.
+        RequestError: not UTF-8, not JSON (NaN and Infinity are none), nested too deep, not an object, or with a
+            number too large to be written again.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as e:
         raise RequestError(f"the body is not UTF-8: byte {e.start}", code="invalid_json") from e
     except RecursionError as e:
@@ -30,8 +33,27 @@ def parse_object(body: bytes) -> Fields:
     return Fields(value)
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is too large a number")
+    return value
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def deep(value: object, most: int = MOST_DEEP) -> bool:
+    """Whether JSON is nested deeper than `most`. What was read on a short stack cannot always be written on a longer
+    one.
+    """
+    level = [value]
+    for _ in range(most):
+        level = [v for x in level if isinstance(x, (dict, list)) for v in (x.values() if isinstance(x, dict) else x)]
+        if not level:
+            return False
+    return any(isinstance(x, (dict, list)) for x in level)
 
 
 def kind_of(value: object) -> str:

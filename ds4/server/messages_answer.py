@@ -17,6 +17,7 @@ from typing import Any
 
 from ds4.server.answer import complete_calls
 from ds4.server.errors import error_body
+from ds4.server.fields import deep
 from ds4.server.outbox import Finished, Reading
 from ds4.server.request import Generation, ServedModel
 from ds4.server.sse import read_so_far, sse
@@ -32,7 +33,9 @@ def signature(thought: str) -> str:
 
 
 def parsed(arguments: str) -> Any:
-    """A call's arguments as values. A number that no reader of ours could hold stays the text that it is."""
+    """A call's arguments as values. A number that no reader of ours could hold stays the text that it is; so do
+    arguments that are nested too deep.
+    """
 
     def whole_number(digits: str) -> int | str:
         return int(digits) if len(digits) <= LONG_INT else digits
@@ -40,7 +43,11 @@ def parsed(arguments: str) -> Any:
     def number(text: str) -> float | str:
         return float(text) if math.isfinite(float(text)) else text
 
-    return json.loads(arguments, parse_int=whole_number, parse_float=number)
+    try:
+        value = json.loads(arguments, parse_int=whole_number, parse_float=number)
+    except RecursionError:
+        value = None
+    return {"arguments": arguments} if value is None or deep(value) else value
 
 
 @dataclass

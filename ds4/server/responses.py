@@ -15,7 +15,7 @@ from typing import Any
 from ds4.engine.sampling import MOST_TOP
 from ds4.errors import RequestError
 from ds4.server.chat_form import ChatForm
-from ds4.server.fields import Fields, kind_of, naming
+from ds4.server.fields import MOST_DEEP, Fields, deep, kind_of, naming
 from ds4.server.request import Limits, ServedModel
 from ds4.server.responses_store import Item, ResponseStore
 from ds4.server.shape import read_shape, told_schema
@@ -63,6 +63,9 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
         fields.refuse(name, accepted, LATER)
     fields.string("model")  # any name is answered: one server, one model
     keep = fields.boolean("store")
+    for name in ("input", "tools", "tool_choice", "text"):  # the response, or what is kept of it, has them again
+        if deep(fields.raw.get(name)):
+            raise RequestError(f"{name} is nested deeper than {MOST_DEEP} levels", name)
     wanted = _format(fields)
     logprobs = _logprobs(fields)
     tools = _tools(fields)

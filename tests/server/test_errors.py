@@ -44,7 +44,18 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b'"text"', b"\xff{}", b'{"n": NaN}', b"[" * 9999, b'{"n": ' + b"9" * 9999 + b"}"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff{}",
+        b'{"n": NaN}',
+        b"[" * 9999,
+        b'{"n": ' + b"9" * 9999 + b"}",
+        b'{"x": [1e999]}',
+    ],
 )
 def test_a_body_that_is_no_json_object(server: Served, body: bytes) -> None:
     check(server.post(CHAT, body), 400, None, "invalid_json")

@@ -13,7 +13,7 @@ import pytest
 
 from ds4.model.chat import render
 from ds4.model.tokenizer import DSML
-from ds4.server.messages_answer import signature
+from ds4.server.messages_answer import parsed, signature
 from tests.server.standin import TOKENIZER, Served, StandIn, StandInConfig, ids_of, serve
 from tests.server.test_tools import CALLS, script_of
 
@@ -131,7 +131,7 @@ def test_a_call_that_is_none(stream: bool) -> None:
         assert stream or [b.type for b in message.content] == ["text"]
 
 
-def test_numbers_that_no_reader_could_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_no_reader_could_hold() -> None:
     """They stay texts; the answer stays JSON."""
     digits = "9" * 5000
     script = TOKENIZER.encode_segments(TOKENIZER.split_added(
@@ -141,6 +141,10 @@ def test_numbers_that_no_reader_could_hold(monkeypatch: pytest.MonkeyPatch) -> N
     with serve(StandIn(script, config=StandInConfig(9000))) as server:
         message = ask(server, False, tools=TOOLS, max_tokens=8000)
         assert message.content[0].input == {"n": [digits, "1e999", 7]}
+    assert parsed('{"a": ' + "[" * 250 + "]" * 250 + "}")["a"]
+    for n in (300, 100_000):
+        text = '{"a": ' + "[" * n + "]" * n + "}"
+        assert parsed(text) == {"arguments": text}
 
 
 def test_what_is_sent_back(server: Served) -> None:

@@ -276,6 +276,12 @@ def test_wrong_fields_by_name(server: Served) -> None:
         assert response.status_code == 400 and body["error"]["param"] == param, (fields, body)
         assert body["error"]["code"] in (None, "unsupported_parameter") and param in body["error"]["message"], body
         assert (body["error"]["code"] is not None) <= (param in UNSUPPORTED), body
+    for name, value in (("input", [{"role": "user", "content": "x"}]), ("tools", []), ("text", {})):
+        body = json.dumps({"input": "x", name: value}).encode()
+        inner = b'{"type": "function", "name": "f", "x": ' + b"[" * 600 + b"]" * 600 + b"}"
+        holes = {"input": (b'"x"}]', b'"x"}, ' + inner + b"]"), "tools": (b"[]", b"[" + inner + b"]"),
+                 "text": (b"{}", inner)}  # fmt: skip
+        check(server.post(PATH, body.replace(*holes[name])), 400, name)
     check(server.post(PATH, {"input": "x" * 2100}), 400, "input", "context_length_exceeded")
     missing = {"input": "x", "previous_response_id": "resp_none"}
     check(server.post(PATH, missing), 404, "previous_response_id", "previous_response_not_found")

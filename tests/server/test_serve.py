@@ -170,7 +170,7 @@ def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: 
     """The whole program, with SIGTERM as its end."""
     monkeypatch.undo()  # the kernel cache lies in the home folder
     base = toy_base("oracle-a", bits=6)
-    flags = ["--api-key", "k", "--log-requests", str(tmp_path / "log")]
+    flags = ["--api-key", "k", "--log-requests", str(tmp_path / "log"), "--memory-floor-mb", "7"]
     process = launch(tmp_path, "-m", str(base), "--engram-dir", str(toy_dir("oracle-a")), *flags)
     try:
         assert process.stderr is not None
@@ -181,7 +181,8 @@ def test_from_the_command_to_an_answer_to_a_signal(tmp_path: Path, monkeypatch: 
         for line in process.stderr:
             if "is loaded" in line:
                 break
-        assert httpx.get(url + "/health", timeout=30).json()["status"] == "ok"
+        health = httpx.get(url + "/health", timeout=30).json()
+        assert health["status"] == health["memory"]["state"] == "ok" and health["memory"]["floor_bytes"] == 7 << 20
         body = {"prompt": "hello", "max_tokens": 4}
         assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 401
         key = {"Authorization": "Bearer k"}

@@ -181,9 +181,18 @@ class Rules:
             return 0
         return keep
 
+    def mark(self, position: int, *, whole: bool) -> Mark:
+        """Of a point that a prompt will leave, at its end or on the way there."""
+        first = 0 if not self.bounded else max(0, position - self.window) if whole else position
+        return Mark(position, position, first, position, whole)
+
     def same(self, mark: Mark, kept: int, wanted: int) -> bool:
         """Whether a sync that kept so much leaves the bits of one from the start."""
         return kept <= mark.exact and (not self.bounded or kept == wanted or wanted - kept > self.window)
+
+    def last(self, wanted: int) -> int:
+        """The deepest point, but for the end, of a prompt."""
+        return wanted - self.window - 1 if self.bounded else wanted - 1
 
     def legs(self, kept: int, wanted: int, shared: int, least: int) -> list[int]:
         """Where to stop while `wanted` tokens are read of which the first `kept` are there: at points, then the end.
@@ -194,7 +203,7 @@ class Rules:
         Args:
             least: a point before it is not worth its memory.
         """
-        last = wanted - self.window - 1 if self.bounded else wanted - 1
+        last = self.last(wanted)
         found = {last} if self.bounded else set()
         found |= {wanted - 1 - n * self.chunk for n in LEG_STEPS}
         ends = {kept + (p - kept) // self.chunk * self.chunk for p in found if p <= last and p > kept}

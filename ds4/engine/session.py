@@ -476,6 +476,14 @@ class Session:
         self._rounds.chooser.forget_text()
         self._logits = None
 
+    def reserve(self, tokens: int) -> None:
+        """Room for a timeline of so many tokens, before any of them is run.
+
+        Raises:
+            CapacityError: there is none; what the session holds stays.
+        """
+        self.state.reserve(tokens)
+
     def nbytes(self) -> int:
         """Device bytes of this sequence's state."""
         return self.lane.nbytes()

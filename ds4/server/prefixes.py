@@ -10,10 +10,11 @@ what decode made of an answer. Everything here belongs to the device's thread, b
 
 from __future__ import annotations
 
+import bisect
 import logging
 import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -30,6 +31,7 @@ from ds4.server.prefix_store import PrefixStats, PrefixStore
 from ds4.server.request import ServedEngine, ServedSession
 
 LEAST = 256  # tokens: a shorter text is read in one pass
+LEG = 16  # chunks at most that are read at one go: in between, points can still be added
 
 log = logging.getLogger("ds4.server")
 
@@ -44,6 +46,7 @@ class KeptSession(Protocol):
     def snapshot(self) -> SessionSnapshot: ...
     def restore(self, snapshot: SessionSnapshot) -> None: ...
     def rollback(self, position: int) -> None: ...
+    def reserve(self, tokens: int) -> None: ...
     def reading(
         self, tokens: Sequence[int], *, logits: str = "last", part: bool = False
     ) -> Generator[tuple[int, int], None, object]: ...
@@ -79,6 +82,8 @@ class _Claim:
     whole: bool = True
     entry: Entry | None = None  # kept of it last
     replaces: Entry | None = None  # a text that this one goes on from, with all of its points
+    points: list[int] = field(default_factory=list)  # that are still to come
+    leg: int = 0  # where the leg ends that is being read
     outgrown: bool = False  # there is no room for it, nor for anything longer
 
 
@@ -162,9 +167,16 @@ class Prefixes:
         """
         kept, wanted, ran = cast(KeptSession, session), len(prompt_ids), 0
         claim = self._claims.get(kept)
-        legs = [wanted] if claim is None else claim.model.rules.legs(claim.at, wanted, claim.shared, self._least)
-        for end in legs:
-            last, count = end == wanted, 0
+        if claim is None:
+            yield from kept.reading(prompt_ids)
+            return
+        rules = claim.model.rules
+        kept.reserve(wanted)  # who finds no room learns it before the first leg, not at the last one
+        claim.points = rules.legs(claim.at, wanted, claim.shared, self._least)
+        while claim.points:
+            point, last = claim.points[0], len(claim.points) == 1
+            end = point if last else min(point, kept.position + LEG * rules.chunk)
+            claim.leg, count = end, 0
             leg = kept.reading(prompt_ids[:end], logits="last" if last else "none", part=not last)
             try:
                 for done, count in leg:
@@ -174,8 +186,37 @@ class Prefixes:
                 self.ended(session)
                 raise
             ran += count
-            if claim is not None and self._least <= kept.position and claim.at < kept.position:
+            if end < point:
+                continue
+            del claim.points[0]
+            if self._least <= kept.position and claim.at < kept.position:
                 self._keep(kept, claim, write=last and not self._decoded)
+
+    def worth_waiting(self, engine: ServedEngine, reading: ServedSession, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt that nobody has begun had better wait until a session has read its own, and go on from it.
+
+        In turns with it, it would end after twice the tokens of the shorter one and the rest of the longer one; after
+        it, when both are read but for what they share.
+        """
+        claim, model = self._claims.get(cast(KeptSession, reading)), self._look_at(engine)
+        if claim is None or model is None or model.identity != claim.model.identity:
+            return False
+        prompt, other, rules = np.asarray(prompt_ids, np.int32), len(claim.prompt), model.rules
+        common = common_prefix(claim.prompt, prompt)
+        coming = max(
+            (rules.kept(rules.mark(p, whole=p == other), common, len(prompt)) for p in claim.points), default=0
+        )
+        parting = min(common, rules.last(other), rules.last(len(prompt))) // BLOCK * BLOCK
+        more = parting if parting > max(claim.leg, self._least, coming + rules.chunk) else 0
+        chain = chain_of(prompt, model.identity)
+        there = self._promised(model, chain, len(prompt))
+        left = other - cast(KeptSession, reading).position
+        gain = max(coming, more) - there
+        if gain < max(rules.chunk, left - (len(prompt) - there)):
+            return False
+        if more:  # where the two part, there will be a point
+            bisect.insort(claim.points, more)
+        return True
 
     def ended(self, session: ServedSession, *, sound: bool = True) -> None:
         """The answer is done, or was given up; `sound`: the session's state can be relied on."""
@@ -223,6 +264,18 @@ class Prefixes:
             self._told.add(model.identity)
             self._store.foreign(model.identity)
         return model
+
+    def _promised(self, model: Model, chain: bytes, wanted: int) -> int:
+        """Tokens that a prompt would probably not run again, by hashes alone."""
+        for group in self._store.find(chain, model.identity):
+            most = 0
+            for c in group:
+                least = common_blocks(c.entry.chain, chain) * BLOCK
+                ends = (least, min(c.mark.position, wanted, least + BLOCK - 1))
+                most = max(most, *(model.rules.kept(c.mark, n, wanted) for n in ends))
+            if most:
+                return most
+        return 0
 
     def _find(self, claim: _Claim, chain: bytes) -> _Match | None:
         """The point that saves most."""

@@ -24,6 +24,7 @@ class Prefixes(Protocol):
     def reading(
         self, session: ServedSession, prompt_ids: Sequence[int]
     ) -> Generator[tuple[int, int], None, object]: ...
+    def worth_waiting(self, engine: ServedEngine, reading: ServedSession, prompt_ids: Sequence[int]) -> bool: ...
     def ended(self, session: ServedSession, *, sound: bool = True) -> None: ...
     def forget(self) -> None: ...
     @property
@@ -48,6 +49,7 @@ class Run:
         self.job, self.mark, self.number = job, mark, number
         self._engine, self._prefixes = engine, prefixes
         self.waits = self.tried = False
+        self._judged: dict[int, bool] = {}  # by other runs' numbers
         self._session: ServedSession | None = None
         self._reading: Generator[tuple[int, int], None, object] | None = None
         g = job.generation
@@ -70,6 +72,17 @@ class Run:
     def holds(self) -> bool:
         """There is a session."""
         return self._session is not None
+
+    def better_after(self, other: Run) -> bool:
+        """Whether this run, if it has not begun, gains by waiting until the other one's prompt is read, which begins
+        like its own. Decided once.
+        """
+        if self._prefixes is None or other._session is None or other._reading is None or self._session is not None:
+            return False
+        if other.number not in self._judged:
+            ids = self.job.generation.prompt_ids
+            self._judged[other.number] = self._prefixes.worth_waiting(self._engine, other._session, ids)
+        return self._judged[other.number]
 
     def read(self) -> None:
         """One chunk of the prompt.

@@ -101,8 +101,13 @@ class Turns:
         engine.drop_idle()
 
     def _read(self, engine: ServedEngine) -> None:
-        """A chunk of one prompt: the one after that which had the last turn."""
-        reading = [run for run in self.runs if run.reads and not run.waits]
+        """A chunk of one prompt: the one after that which had the last turn. A run whose prompt begins like one that
+        an older run reads lets that be done first, if it gains by it.
+        """
+        reading: list[Run] = []
+        for run in self.runs:
+            if run.reads and not run.waits and not any(run.better_after(other) for other in reading):
+                reading.append(run)
         if reading:
             run = next((r for r in reading if r.number > self._last), reading[0])
             self._last = run.number

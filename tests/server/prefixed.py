@@ -11,6 +11,7 @@ import numpy as np
 from ds4.engine import Engine, Sampling, Session
 from ds4.engine.keep import Rules
 from ds4.engine.session import SessionSnapshot
+from ds4.errors import CapacityError
 from ds4.server.prefix_folder import PrefixFolder
 from ds4.server.prefixes import Model, Prefixes
 from ds4.server.request import ServedEngine, ServedSession
@@ -55,6 +56,7 @@ class FakeEngine:
     rules: Rules = FULL
     sidecars: dict[str, object] = field(default_factory=dict)
     ran: list[tuple[int, int, bool]] = field(default_factory=list)  # from, to, part
+    room: int = 1 << 20  # tokens of a session
     broken: Exception | None = None  # what the next session says of a snapshot
 
     def session(self) -> ServedSession:
@@ -77,6 +79,10 @@ class FakeSession:
         want = snapshot_of(list(snapshot.tokens), position=at, first=snapshot.state.first[1])
         assert same(replace(snapshot, logits=None), replace(want, logits=None)), "another text's state"
         self.tokens, self.position = list(snapshot.tokens), at
+
+    def reserve(self, tokens: int) -> None:
+        if tokens > self.engine.room:
+            raise CapacityError(f"no room for {tokens} tokens")
 
     def rollback(self, position: int) -> None:
         assert position <= len(self.tokens)

@@ -62,6 +62,9 @@ class RowSession:
         self.known = snapshot.logits is not None
         self.mixed = snapshot.logits is not None and bool(snapshot.logits[0])
 
+    def reserve(self, tokens: int) -> None:
+        pass
+
     def rollback(self, position: int) -> None:
         assert position == len(self.tokens)
 
@@ -158,6 +161,10 @@ def test_no_walk_leads_to_a_row_that_is_not_the_prompts_own(tmp_path: Path, boun
         for told in reading:
             first = first or told
             left -= 1
+            if rng.random() < 0.02:  # another request comes, and what it shares is read to a point of its own
+                wants = ids[: rng.randrange(len(ids))] + rng.choice(parts)
+                prefixes.worth_waiting(cast(ServedEngine, engine), session, [*wants, 1])
+                texts.append(wants)
             if not left:
                 reading.close()
                 break

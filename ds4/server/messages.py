@@ -21,7 +21,10 @@ from ds4.server.shared_fields import LATER, Asked, Names
 from ds4.server.thinking import Thinking, known_effort, thinking_of
 from ds4.server.tool_fields import read_tools
 
-NAMES = Names("messages", ("max_tokens",), stop="stop_sequences")
+NAMES = Names(
+    "messages", ("max_tokens",), stop="stop_sequences",
+    too_long="prompt is too long: {n} tokens > {most} maximum, of a context of {context}; send shorter messages",
+)  # fmt: skip
 ROLES = ("user", "assistant", "system")
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 

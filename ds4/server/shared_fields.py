@@ -50,11 +50,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Names:
-    """What an API calls the fields. `most`: names of one thing, the first being the newest."""
+    """What an API calls the fields. `most`: names of one thing, the first being the newest. `too_long`: what its
+    clients look for when they make a prompt shorter.
+    """
 
     prompt: str
     most: tuple[str, ...]
     stop: str = "stop"
+    too_long: str = (
+        "this model's maximum context length is {context} tokens, the prompt has {n} and the answer needs at least 1"
+    )
 
 
 def generation_of(
@@ -81,10 +86,8 @@ def generation_of(
     context = engine.config.max_position_embeddings
     room = context - len(ids)
     if room < 1:
-        raise RequestError(
-            f"this model's maximum context length is {context} tokens, the prompt has {len(ids)} and the answer "
-            "needs at least 1", names.prompt, TOO_LONG,
-        )  # fmt: skip
+        told = names.too_long.format(context=context, n=len(ids), most=context - 1)
+        raise RequestError(told, names.prompt, TOO_LONG)
     most = _max_tokens(fields, context, len(ids), names.most) or default_max or room
     return Generation(
         prompt_ids=ids,

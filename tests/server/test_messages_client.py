@@ -188,6 +188,32 @@ def test_the_beginning_of_an_answer(server: Served) -> None:
     assert server.engine.prompts[-1] == ids_of(f"{BEGIN}{USER}Ping?{ASSISTANT}</think>Po")
 
 
+def test_a_request_as_agents_make_it(server: Served) -> None:
+    """With all that asks for nothing here."""
+    cache = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "some-model-4-5-20251001", "max_tokens": 400, "stream": True, "temperature": 1,
+        "metadata": {"user_id": "u_1"}, "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+        "service_tier": "auto",
+        "system": [{"type": "text", "text": "You are one.", **cache}, {"type": "text", "text": "In a folder."}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "<reminder>x</reminder>"},
+                                                  {"type": "text", "text": "Go.", **cache}]}],
+        "tools": [{"name": "Bash", "description": "Runs.", "eager_input_streaming": True, **cache, "input_schema": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object",
+            "properties": {"command": {"type": "string"}}, "required": ["command"], "additionalProperties": False}}],
+    }  # fmt: skip
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "interleaved-thinking-2025-05-14",
+        "x-api-key": "k",
+    }
+    response = server.post(PATH + "?beta=true", body, headers=headers)
+    assert response.status_code == 200 and "message_stop" in response.text
+    told = TOKENIZER.decode(server.engine.prompts[-1])
+    assert told.startswith(f"{BEGIN}<｜System｜>You are one.\n\nIn a folder.\n\n## Tools")
+    assert told.endswith(f"{USER}<reminder>x</reminder>\n\nGo.{ASSISTANT}</think>")
+
+
 def test_counts(server: Served) -> None:
     before = len(server.engine.prompts)
     for fields in ({}, {"system": "S", "tools": TOOLS}, {"messages": [{"role": "user", "content": "x" * 9000}]}):
@@ -286,7 +312,9 @@ def test_wrong_fields_by_name(server: Served) -> None:
 def test_errors_have_the_shape_of_this_api(server: Served) -> None:
     long = {"messages": [{"role": "user", "content": "x" * 2100}], "max_tokens": 9}
     error = refused(server.post(PATH, long), 400, "invalid_request_error")
-    assert error["code"] == "context_length_exceeded" and "2000" in error["message"] and "21" in error["message"]
+    n = server.post(PATH + "/count_tokens", long).json()["input_tokens"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(f"prompt is too long: {n} tokens > 1999 maximum, of a context of 2000")
     refused(server.get(PATH), 405, "invalid_request_error")
     refused(server.get(PATH + "/batches"), 404, "not_found_error")
     refused(server.post(PATH, b"{"), 400, "invalid_request_error")

@@ -168,6 +168,27 @@ def test_a_conversation_makes_one_prompt_however_it_is_sent() -> None:
         assert by_id == TOKENIZER.encode_segments(told)
 
 
+def test_a_request_as_agents_make_it(server: Served) -> None:
+    """With all that asks for nothing here."""
+    said = [{"type": "input_text", "text": "Rules."}]
+    asked = [{"type": "input_text", "text": "Go."}]
+    body = {
+        "model": "some-model", "instructions": "You are one.", "stream": True, "store": False, "tool_choice": "auto",
+        "input": [{"type": "message", "role": "developer", "content": said},
+                  {"type": "message", "role": "user", "content": asked}],
+        "tools": [{"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": {
+            "type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}}],
+        "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "c", "text": {"verbosity": "low"},
+        "service_tier": "auto", "client_metadata": {"a": "b"},
+    }  # fmt: skip
+    response = server.post(PATH, body)
+    assert response.status_code == 200 and "event: response.completed" in response.text
+    told = TOKENIZER.decode(server.engine.prompts[-1])
+    assert told.startswith(f"{BEGIN}<｜System｜>Reasoning Effort: 62 (") and "You are one.\n\n## Tools" in told
+    assert told.endswith(f"<｜System｜>Rules.{USER}Go.{ASSISTANT}<think>")
+
+
 def test_what_is_stored(server: Served) -> None:
     client = server.client()
     first = ask(server, False, input="One")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from ds4.engine import Engine
+from ds4.engine.keep import common_prefix
 from ds4.engine.session import SessionSnapshot
 from ds4.errors import CapacityError, Ds4Error
+from ds4.model.chat import render
 from ds4.server.prefix_folder import PrefixFolder
 from ds4.server.prefix_index import BLOCK
 from ds4.server.prefixes import Model, Prefixes
@@ -23,7 +25,7 @@ from tests.conftest import opened
 from tests.engine.drafted import more, settled
 from tests.engine.test_against_teacher import prompt
 from tests.server.prefixed import FULL, FakeEngine, FakeSession, ask, kept_texts, model, served, text_of
-from tests.server.standin import StandIn, serve
+from tests.server.standin import EOS, TOKENIZER, StandIn, ids_of, serve
 
 # ---- the same bits, on the real engine
 
@@ -343,6 +345,28 @@ def test_a_prompt_does_not_wait_for_what_is_there_already() -> None:
     next(reading)
     assert not prefixes.worth_waiting(served_engine, session, [*ids[:910], *text_of(400, 2)])
     assert prefixes.worth_waiting(served_engine, session, [*ids, *text_of(400, 2)])
+
+
+# ---- what of a prompt is the next one's beginning
+
+
+@pytest.mark.parametrize(
+    ("thinking", "tools", "shared"), [(False, False, "answer"), (True, False, "prompt"), (True, True, "answer")]
+)
+def test_the_next_turn_begins_with(thinking: bool, tools: bool, shared: str) -> None:
+    """Without tools earlier reasoning is dropped, and with it the token that opens it; nothing else."""
+    declared = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    system = {"role": "system", "content": "Short.", **({"tools": declared} if tools else {})}
+    said = {"role": "assistant", "content": "Rome", "reasoning_content": "Easy."}
+    asked: list[dict[str, Any]] = [system, {"role": "user", "content": "The capital?"}]
+
+    def ids(messages: list[dict[str, Any]]) -> list[int]:
+        return TOKENIZER.encode_segments(render(messages, thinking=thinking), spell_missing=True)
+
+    before, after = ids(asked), ids([*asked, said, {"role": "user", "content": "And its river?"}])
+    drawn = ids_of(("Easy.</think>" if thinking else "") + "Rome") + [EOS]
+    whole = np.asarray([*before, *drawn], np.int32)
+    assert common_prefix(whole, after) == (len(whole) if shared == "answer" else len(before) - 1)
 
 
 # ---- in the server

@@ -180,6 +180,23 @@ def test_what_is_sent_back(server: Served) -> None:
     assert told == TOKENIZER.encode_segments(render(same, thinking=True, tool_text=TOKENIZER.tool_text))
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_sent_back_is_told_as_it_was_written(stream: bool) -> None:
+    """The client's own objects, as its users send them: the prompt goes on where the model's tokens ended."""
+    script = [*ids_of("Hm.</think>"), *script_of([("wx", {"city": "Rome"})], "Let me see.")]
+    with serve(StandIn(script, config=StandInConfig(9000))) as server:
+        on: Any = {"tools": TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        message = ask(server, stream, **on)
+        before = server.engine.prompts[-1]
+        results = [{"type": "tool_result", "tool_use_id": b.id, "content": "sunny"} for b in message.content[2:]]
+        assert len(results) == 1
+        ask(server, stream, **on, messages=[
+            *QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}
+        ])  # fmt: skip
+        went_on = ids_of(f"<｜end▁of▁sentence｜>{USER}<tool_result>sunny</tool_result>{ASSISTANT}<think>")
+        assert server.engine.prompts[-1] == [*before, *script, *went_on]
+
+
 def test_the_beginning_of_an_answer(server: Served) -> None:
     """A last message of the assistant is gone on with."""
     client(server).messages.create(

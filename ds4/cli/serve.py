@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from ds4 import __version__
 from ds4.cli.main import guarded
 from ds4.cli.model_flags import add_model_flags, engine_of
+from ds4.constrain import Compiler
 from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.model.tokenizer import RELEASED_SIZE
 from ds4.posttrain.admin_key import make_key, read_key
@@ -250,6 +251,7 @@ class Model:
         self._opened = False
         self._posttrain: Path | None = None  # mounted last
         self._device: Device | None = None
+        self.compiler = Compiler()
 
     def open(self, progress: Progress) -> ServedEngine:
         """The engine; with the post-training that it had before, where that of now cannot be mounted.
@@ -265,6 +267,7 @@ class Model:
             log.error("error: %s; trying what was mounted before", e)
             before = None if self._posttrain is None else str(self._posttrain)
             engine = open_engine(argparse.Namespace(**{**vars(self._args), "posttrain": before}), progress)
+        self.compiler.learn(engine.tokenizer)
         self._note(engine)
         self._opened = True
         return engine
@@ -340,7 +343,9 @@ def run(argv: Sequence[str]) -> int:
         step_s=args.stall_seconds, prefixes=prefixes, sessions=args.sessions,
     )  # fmt: skip
     memory = MemoryWatch(worker, args.memory_floor_mb << 20) if args.memory_floor_mb else None
-    app = make_app(worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports, memory)
+    app = make_app(
+        worker, limits, args.api_key, connections, requests, admin_key, args.cors, reports, memory, model.compiler
+    )
     server = make_server(app, connections, limits, worker.interrupt)
 
     def stop(*_: object) -> None:

@@ -49,3 +49,22 @@ class Constrained(Protocol):
     def start(self) -> TokenConstraint:
         """The state of an answer that has no token yet."""
         ...
+
+
+class Anything:
+    """A TokenConstraint that forbids nothing, by masks that say so: what warms a device up, or counts its memory."""
+
+    def __init__(self, vocab: int) -> None:
+        self._words = -(-vocab // 32)
+
+    def rows(self, ahead: Sequence[int]) -> NDArray[np.uint32]:
+        return np.full((1 + len(ahead), self._words), 2**32 - 1, np.uint32)
+
+    def valid(self, ahead: Sequence[int]) -> int:
+        return len(ahead)
+
+    def advance(self, token: int) -> None:
+        pass
+
+    def rollback(self, count: int) -> None:
+        pass

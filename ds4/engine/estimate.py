@@ -22,6 +22,7 @@ from ds4.base.plan import expert_shapes
 from ds4.base.types import VQBLOB
 from ds4.device import DeviceInfo
 from ds4.device.paper import PaperDevice
+from ds4.engine.constraint import Anything
 from ds4.engine.draft_weights import DraftWeights, place_stages
 from ds4.engine.lane import Lane, SessionOptions
 from ds4.engine.mount import Mounted, mount
@@ -176,7 +177,7 @@ class _Sequences:
 
     def run(self, context: int) -> Session:
         """One sequence to `context` tokens: the first prompt, then the last chunks of a long one, then every kind of
-        step, penalised and with the likeliest tokens told.
+        step, penalised and with the likeliest tokens told, and one under a mask.
         """
         c = self.config
         lane = Lane(
@@ -207,6 +208,10 @@ class _Sequences:
                         session.next(sampling, left=length - len(session.tokens))
                 if k == 0 and sampling is plain:
                     self.launches = max(self.launches, session.counts["launches"])  # 0: captured before
+        session.constrain(Anything(self.config.vocab_size))
+        if len(session.tokens) < length:
+            session.next(plain, left=1)
+        session.constrain(None)
 
 
 class _PaperPlacer(Placer):

@@ -59,9 +59,10 @@ def make_app(
     cors: str | None = None,
     reports: Reports | None = None,
     memory: MemoryWatch | None = None,
+    compiler: Compiler | None = None,
 ) -> ASGIApp:
     """The application. It starts the worker, and the log of requests and the watch on memory where there are any, and
-    stops them.
+    stops them. `compiler`: of formats and grammars, one that may know the vocabulary already.
     """
 
     @asynccontextmanager
@@ -81,7 +82,9 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(worker, memory)
     worker.on_end = metrics.end
-    routes = Routes(worker, limits, requests, metrics, memory, keyed=api_key is not None)
+    routes = Routes(
+        worker, limits, requests, metrics, memory, compiler or Compiler(), keyed=api_key is not None
+    )  # fmt: skip
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
@@ -126,12 +129,12 @@ class Routes:
 
     def __init__(
         self, worker: Worker, limits: Limits, requests: RequestLog | None, metrics: Metrics,
-        memory: MemoryWatch | None, *, keyed: bool,
+        memory: MemoryWatch | None, compiler: Compiler, *, keyed: bool,
     ) -> None:  # fmt: skip
         self._worker, self._limits, self._requests, self._metrics = worker, limits, requests, metrics
         self._memory = memory
         self._created = int(time.time())
-        self._keyed, self._compiler = keyed, Compiler()
+        self._keyed, self._compiler = keyed, compiler
         self.store = ResponseStore()
 
     async def health(self, request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds4.engine import Sampling
+from ds4.engine.constraint import Anything
 from ds4.engine.sampling import Penalties
 from ds4.server.request import ServedEngine
 
@@ -19,11 +20,13 @@ def warm_up(engine: ServedEngine) -> None:
         Ds4Error: it does not work.
     """
     session, bos = engine.session(), engine.config.bos_token_id
-    most = engine.config.max_position_embeddings - 2 * WARM_DRAWS
+    most = engine.config.max_position_embeddings - 3 * WARM_DRAWS
     for _ in session.reading([bos] * max(1, min(WARM_TOKENS, most))):
         pass
     plain = Sampling(temperature=1.0, top_p=0.9, seeded=False)  # this way all kernels of drafts run
     penalties = Penalties(presence=0.1, logit_bias=((bos, 0.1),))
-    for sampling in (plain, replace(plain, penalties=penalties, top=1)):
+    penalised = replace(plain, penalties=penalties, top=1)
+    for sampling, constraint in ((plain, None), (penalised, None), (plain, Anything(engine.tokenizer.vocab_size))):
+        session.constrain(constraint)
         for _ in range(WARM_DRAWS):
             session.next(sampling)

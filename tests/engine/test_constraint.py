@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from ds4.engine import Engine, Sampling, Session
+from ds4.engine.constraint import Anything
 from ds4.engine.ops.sample import mask_words
 from ds4.engine.sampling import Penalties
 from ds4.errors import Ds4Error
@@ -81,6 +82,15 @@ def test_drafts_change_no_constrained_token(
             own = constrained(session, ids, all_below=3)
             assert more(session, 26, sampling) == want and own.text == want
             assert own.drafted and sum(session.rounds.accepted)
+
+
+def test_what_forbids_nothing_changes_nothing(engines: Callable[..., Engine]) -> None:
+    engine, ids = engines("oracle-b"), prompt("oracle-b", 15)
+    free, masked = engine.session(), engine.session()
+    free.sync(ids)
+    masked.sync(ids)
+    masked.constrain(Anything(engine.config.vocab_size))
+    assert more(masked, 12, HARSH) == more(free, 12, HARSH)
 
 
 def test_log_probabilities_are_the_models_own(engines: Callable[..., Engine]) -> None:

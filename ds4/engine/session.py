@@ -453,7 +453,8 @@ class Session:
                 self._drafter.state.restore(snapshot.draft)
         self.tokens, self._prompt = list(snapshot.tokens), snapshot.prompt
         self._rounds.chooser.forget_text()
-        self._waiting, self._sampling, self._constraint = list(snapshot.waiting), snapshot.sampling, None
+        self._waiting, self._sampling = list(snapshot.waiting), snapshot.sampling
+        self._constraint = self._refused = None
         self._refused = None
         self._logits = None
         if snapshot.logits is not None:

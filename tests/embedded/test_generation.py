@@ -149,7 +149,7 @@ def test_drawn_answers_are_drawn_again(engine: Engine) -> None:
     assert drawn[0] == answer(engine, prompt, BUDGET, Sampling(0.7, seed=0))
 
 
-@pytest.mark.parametrize("domain", ["general", "code"])
+@pytest.mark.parametrize("domain", ["general", pytest.param("code", marks=pytest.mark.long)])
 def test_temperature_0_does_not_depend_on_runs_or_chunks(engine: Engine, domain: str) -> None:
     """The same continuation of 300 tokens of text, however they were read."""
     prompt = judge_ids(engine.tokenizer, domain, 300).tolist()

@@ -18,7 +18,7 @@ SEEDED = (Sampling(0.7, top_p=0.95, seed=4), Sampling(1.3, seed=5))
 PROMPT = 700
 
 
-@pytest.fixture(scope="module", params=["owner", "released"])
+@pytest.fixture(scope="module", params=["owner", pytest.param("released", marks=pytest.mark.long)])
 def drafting(base: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = Engine.open(
         base, engram_dir=embedded.checkpoint(), dspark=True, index_keys=request.param,

@@ -49,7 +49,7 @@ def test_characters_of_several_tokens_arrive_whole(server: Served, engine: Engin
     """A continuation of Chinese text: its tokens cut characters, the events do not."""
     prompt = judge_ids(engine.tokenizer, "chinese", 120).tolist()
     cuts = 0
-    for settings in ({"temperature": 0}, *({"temperature": 0.8, "seed": seed} for seed in range(3))):
+    for settings in ({"temperature": 0}, {"temperature": 0.8, "seed": 0}):
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": 48, **settings}
         whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
         streamed = pieces(server.post("/v1/completions", body | {"stream": True}))

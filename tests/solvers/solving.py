@@ -23,19 +23,19 @@ ABOUT = {"base": "oracle-a.gguf 0", "teacher": "oracle-a 0"}
 DOCUMENTS = tuple(Document(f"d{i}", source, "text") for i, source in enumerate(("news", "news", "law", "law")))
 
 
-def some_text() -> Text:
-    """Eight windows of 128."""
+def some_text(length: int = 128) -> Text:
+    """Eight windows of `length`."""
     rng = np.random.default_rng(11)
-    return Text.of([rng.integers(3, 320, 128).tolist() for _ in range(8)], [0, 0, 1, 1, 2, 2, 3, 3])
+    return Text.of([rng.integers(3, 320, length).tolist() for _ in range(8)], [0, 0, 1, 1, 2, 2, 3, 3])
 
 
 def teacher_of() -> Teacher:
     return Teacher(open_source(DATA / NAME))
 
 
-def fixture_in(folder: Path) -> Fixture:
+def fixture_in(folder: Path, length: int = 128) -> Fixture:
     teacher = teacher_of()
-    plan = plan_fixture(folder / "f.fixture", teacher, some_text(), DOCUMENTS, domain="made")
+    plan = plan_fixture(folder / "f.fixture", teacher, some_text(length), DOCUMENTS, domain="made")
     return make_fixture(plan, teacher)
 
 

@@ -39,7 +39,7 @@ def engine(bases: Callable[[str], Path], fast_device: Device) -> Engine:  # noqa
 
 @pytest.fixture(scope="module")
 def fixture(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
-    return fixture_in(tmp_path_factory.mktemp("fixture"))
+    return fixture_in(tmp_path_factory.mktemp("fixture"), 64)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,7 @@ def test_what_the_manifest_says(engine: Engine, fixture: Fixture, solved: tuple[
     n = engine.config.num_hidden_layers
     assert json.loads((out / "manifest.json").read_text()) == manifest
     assert [r["layer"] for r in manifest["layers"]] == list(range(n))
-    assert (
-        manifest["base"] == ABOUT["base"] and manifest["text"] == fixture.text.digest and manifest["tokens"] == 1024
-    )
+    assert manifest["base"] == ABOUT["base"] and manifest["text"] == fixture.text.digest and manifest["tokens"] == 512
     assert manifest["fingerprint"] == format_fingerprint(*sidecar_fingerprint(out, n)).strip()
     named = {name for r in manifest["layers"] for name in r["files"]}
     assert {p.name for p in out.iterdir()} == named | {"manifest.json", "manifest.txt"}
@@ -98,7 +96,7 @@ def test_what_the_manifest_says(engine: Engine, fixture: Fixture, solved: tuple[
         if r["gains"]["written"]:
             assert r["held_out_error"]["with_gains"] < r["held_out_error"]["with_bias"]
     text = (out / "manifest.txt").read_text()
-    assert "1,024 tokens of its fit slice" in text and f"\n   {n - 1:02d}   " in text
+    assert "512 tokens of its fit slice" in text and f"\n   {n - 1:02d}   " in text
     Engine.open(engine.base.path, engram_dir=ROOT / "tests/data" / NAME, device=engine.device, zchain=out)
 
 

@@ -99,6 +99,7 @@ class Turns:
         if self._prefixes is not None:
             self._prefixes.forget()
         engine.drop_idle()
+        self._desk.stepped()
 
     def _read(self, engine: ServedEngine) -> None:
         """A chunk of one prompt: the one after that which had the last turn. A run whose prompt begins like one that

@@ -106,13 +106,16 @@ class Saved:
         return SessionSnapshot(tokens, p.prompt, state, p.logits, (), None, p.draft)
 
 
-def save(snapshot: SessionSnapshot, exact: int, older: Sequence[Point] = (), *, whole: bool = True) -> Saved:
+def save(
+    snapshot: SessionSnapshot, exact: int, older: Sequence[Point] = (), *, whole: bool = True, gap: int = 0
+) -> Saved:
     """A sequence as it is, with those `older` points, by rising position, that lie before it: of the same rows.
 
     Args:
         snapshot: no drawn tokens wait in it (Session.rollback to its own length takes them back).
         exact: leading tokens whose rows prefill made.
         whole: its logits are those of one sync of these tokens.
+        gap: tokens that are read again so quickly that no point is kept to save them.
 
     Raises:
         Ds4Error: drawn tokens wait.
@@ -129,14 +132,19 @@ def save(snapshot: SessionSnapshot, exact: int, older: Sequence[Point] = (), *, 
     logits = snapshot.logits if whole else None
     point = Point(mark, replace(state, arrays=own), lengths, min(snapshot.prompt, at), logits, snapshot.draft)
     tokens = np.asarray(snapshot.tokens[:at], np.int32)
-    return Saved(tokens, shared, _thinned((*(p for p in older if p.mark.position < at), point)))
+    return Saved(tokens, shared, _thinned([*(p for p in older if p.mark.position < at), point], gap))
 
 
-def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """At most `MOST_POINTS`: again and again the one goes whose gap is smallest for how far it is from the end, so
-    that they lie the closer the nearer to the end.
+def _thinned(points: Sequence[Point], gap: int) -> tuple[Point, ...]:
+    """None without which less than `gap` tokens lie between its neighbours, but for the last two. Then, while there
+    are more than `MOST_POINTS`, the one goes whose gap is smallest for how far it is from the end, so that they lie
+    the closer the nearer to the end.
     """
-    kept = list(points)
+    kept: list[Point] = []
+    for i, p in enumerate(points):
+        before = kept[-1].mark.position if kept else 0
+        if i + 2 >= len(points) or points[i + 1].mark.position - before >= gap:
+            kept.append(p)
     while len(kept) > MOST_POINTS:
         at = [0, *(p.mark.position for p in kept)]
         end = at[-1]

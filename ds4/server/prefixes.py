@@ -326,7 +326,8 @@ class Prefixes:
         if claim.entry is not None:  # its rows are in what follows: there need not be memory for both
             self._store.outdated(claim.entry)
         try:
-            saved = save(session.snapshot(), claim.exact, claim.older, whole=claim.whole)
+            chunk = claim.model.rules.chunk
+            saved = save(session.snapshot(), claim.exact, claim.older, whole=claim.whole, gap=chunk)
         except MemoryError:
             self._store.refuse("memory", f"the host has no memory to keep {session.position} tokens")
             return

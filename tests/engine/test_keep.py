@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds4.device.build import Builder
 from ds4.engine import Engine, keep
 from ds4.engine.choose import Drawn
 from ds4.engine.keep import MOST_POINTS, Mark, Rules, can_keep, common_prefix, identity_of, save
@@ -64,6 +65,15 @@ def test_points_thin_out_with_the_distance_from_the_end() -> None:
     assert at[-2] >= 360 and gaps[0] > gaps[-1] and all(a >= b for a, b in zip(gaps, gaps[2:]))
     for i, end in enumerate(at):
         assert same(text.snapshot(i), snapshot_of(TEXT[:end], draft=True))
+
+
+def test_points_that_save_next_to_nothing_are_not_kept() -> None:
+    """Turns of a few tokens leave the last end and the one before it; without any of the others a pass is run more."""
+    out = save(snapshot_of(TEXT[:60]), 400)
+    for end in (70, 80, 200, 210, 220, 290, 300):
+        out = save(snapshot_of(TEXT[:end]), 400, out.points, gap=64)
+    assert [m.position for m in out.marks] == [60, 80, 200, 220, 290, 300]
+    assert same(out.snapshot(1), snapshot_of(TEXT[:80]))
 
 
 def mark(position: int, **other: int | bool) -> Mark:
@@ -274,6 +284,21 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 
 # ---- identity
+
+
+def test_kernels_that_change_are_others(tmp_path: Path) -> None:
+    """Whatever they include, and however they are built."""
+    (tmp_path / "a.cu").write_text('#include "b.cuh"\n')
+    (tmp_path / "b.cuh").write_text("// one\n")
+    (tmp_path / "cache").mkdir(mode=0o700)
+
+    def mark_now(variant: str = "fast") -> str:
+        return Builder(tmp_path, tmp_path / "cache").mark(variant, "sm_121")
+
+    first = mark_now()
+    assert mark_now() == first != mark_now("check")
+    (tmp_path / "b.cuh").write_text("// two\n")
+    assert mark_now() != first
 
 
 def test_whose_state_it_is(engines: Callable[..., Engine]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def server(drafting: Engine) -> Iterator[Served]:
     def load(progress: object) -> ServedEngine:
         return drafting
 
-    with serve(StandIn(), open_engine=load) as served:
+    with serve(StandIn(), open_engine=load, sessions=3) as served:
         yield served
 
 
@@ -85,14 +86,17 @@ def chat(server: Served, **fields: Any) -> dict[str, Any]:
 
 
 def test_answers_of_the_server_obey(server: Served) -> None:
-    choice = chat(server, response_format=FORMAT, seed=1)["choices"][0]
-    value = json.loads(choice["message"]["content"])
-    assert choice["finish_reason"] == "stop" and 10 <= value["n"] <= 99
-    choice = chat(server, grammar='start: "yes" | "no, " /[a-z]{3}/')["choices"][0]
-    assert choice["message"]["content"] == "yes" or len(choice["message"]["content"]) == 7
-    choice = chat(server, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    (call,) = choice["message"]["tool_calls"]
+    asked: list[dict[str, Any]] = [
+        {"response_format": FORMAT, "seed": 1}, {"grammar": 'start: "yes" | "no, " /[a-z]{3}/'},
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(3) as pool:  # each has its own mask in a pass
+        given, said, called = (a["choices"][0] for a in pool.map(lambda fields: chat(server, **fields), asked))
+    value = json.loads(given["message"]["content"])
+    assert given["finish_reason"] == "stop" and 10 <= value["n"] <= 99
+    assert said["message"]["content"] == "yes" or len(said["message"]["content"]) == 7
+    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None
+    (call,) = called["message"]["tool_calls"]
     arguments = json.loads(call["function"]["arguments"])
     assert call["function"]["name"] == "vote" and arguments["side"] in ("left", "right")
     assert arguments.get("times", 0) <= 3

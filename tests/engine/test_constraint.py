@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from ds4.engine import Engine, Sampling, Session
+from ds4.engine import Ask, Engine, Sampling, Session
 from ds4.engine.constraint import Anything
 from ds4.engine.ops.sample import mask_words
 from ds4.engine.sampling import Penalties
@@ -202,6 +202,28 @@ def test_a_constraint_that_gives_up_is_this_sessions_error(
     own.text = list(got)
     session.constrain(own)  # the session is as it was before
     assert more(session, 12 - len(got)) == want[len(got) :]
+
+
+def test_who_shares_a_pass_with_one_that_gives_up_goes_on(engines: Callable[..., Engine]) -> None:
+    engine, ids = engines("oracle-b"), prompt("oracle-b", 15)
+    alone = engine.session()
+    alone.sync(ids)
+    want = more(alone, 10)
+    first, second = engine.session(), engine.session()
+    for session in (first, second):
+        session.sync(ids)
+    own = Refusing(engine.config.vocab_size)
+    first.constrain(own)
+    got: list[int] = []
+    failed = []
+    while len(got) < 10:
+        engine.draw([Ask(first, GREEDY), Ask(second, GREEDY)])
+        got.append(second.next(GREEDY))
+        try:
+            first.next(GREEDY)
+        except Ds4Error as e:
+            failed.append(str(e))
+    assert got == want and len(own.text) == 4 and failed == ["enough"] * 6
 
 
 @pytest.mark.long

@@ -21,6 +21,10 @@ from tests.server.standin import EOS, TOKENIZER, StandIn, StandInConfig, StandIn
 from tests.server.test_tools import script_of
 
 AGENT = shutil.which("opencode")
+CLIENTS = {
+    "@ai-sdk/openai-compatible": "/v1/chat/completions", "@ai-sdk/anthropic": "/v1/messages",
+    "@ai-sdk/openai": "/v1/responses",
+}  # fmt: skip
 SECRET = "the secret word is marmalade"
 
 
@@ -44,8 +48,9 @@ class ScriptedSession(StandInSession):
 
 @pytest.mark.long
 @pytest.mark.skipif(AGENT is None, reason="no opencode on the path: npm install opencode-ai")
-def test_an_agent_reads_two_files_and_answers(tmp_path: Path) -> None:
-    """Two calls in one answer; their results come back, in order, as results."""
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_agent_reads_two_files_and_answers(tmp_path: Path, client: str) -> None:
+    """Two calls in one answer; their results come back, in order, as results, whichever API it speaks."""
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
@@ -63,7 +68,7 @@ def test_an_agent_reads_two_files_and_answers(tmp_path: Path) -> None:
     with serve(engine) as server:
         model = {"name": "stand-in", "limit": {"context": 1_000_000, "output": 4096}}
         provider = {
-            "npm": "@ai-sdk/openai-compatible", "name": "ds4", "models": {"stand-in": model},
+            "npm": client, "name": "ds4", "models": {"stand-in": model},
             "options": {"baseURL": server.url + "/v1", "apiKey": "none"},
         }  # fmt: skip
         settings = {
@@ -79,7 +84,9 @@ def test_an_agent_reads_two_files_and_answers(tmp_path: Path) -> None:
             [str(AGENT), "run", "--model", "ds4/stand-in", "--format", "json", "What is the secret word?"],
             cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
+        asked = server.get("/metrics").text
     assert ran.returncode == 0, ran.stderr
+    assert f'ds4_requests_total{{end="tool_calls",path="{CLIENTS[client]}"}} 1.0' in asked
     told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     done = [t["part"]["state"] for t in told if t["type"] == "tool_use"]
     assert sorted(s["input"]["filePath"] for s in done) == [str(f) for f in files]

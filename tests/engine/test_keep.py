@@ -68,7 +68,7 @@ def test_points_thin_out_with_the_distance_from_the_end() -> None:
 
 
 def test_points_that_save_next_to_nothing_are_not_kept() -> None:
-    """Turns of a few tokens leave the last end and the one before it; without any of the others a pass is run more."""
+    """Turns of a few tokens leave the last end and the one before it; each of the others saves a pass."""
     out = save(snapshot_of(TEXT[:60]), 400)
     for end in (70, 80, 200, 210, 220, 290, 300):
         out = save(snapshot_of(TEXT[:end]), 400, out.points, gap=64)

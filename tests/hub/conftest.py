@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hub.server import HubServer, hub_server
+from tests.hub.server import DEVELOPERS, HubServer, hub_server
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+    for name in DEVELOPERS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", "/nonexistent/token")  # for commands
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent/token")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
     with hub_server() as made:
         yield made

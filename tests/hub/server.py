@@ -19,6 +19,10 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of-a-test"
+DEVELOPERS = (  # what the environment of whoever runs the tests may say, and no test may hear
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "HF_HUB_DISABLE_XET", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy",
+)  # fmt: skip
 CHUNK = 60_000  # bytes of a chunk in the storage
 Fault = Callable[["Handler", bytes, int, int], bool]  # (request, file, first, last): whether it has answered
 

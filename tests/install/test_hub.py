@@ -18,7 +18,7 @@ from ds4.cli.install_hub import HubModel, choose_domain
 from ds4.errors import CapacityError, Ds4Error, UsageError
 from ds4.hub.plan import published
 from tests.base.toys import toy_base
-from tests.hub.server import HubServer, hub_server, status
+from tests.hub.server import DEVELOPERS, HubServer, hub_server, status
 from tests.install.test_domain import make
 from tests.install.test_install import CHECKPOINT, free_port, run, words
 
@@ -48,8 +48,9 @@ def flags(hub: HubServer, *more: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
+    for name in DEVELOPERS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", "/nonexistent/token")
 
 
 def test_from_a_repository_to_settings(hub: HubServer, tmp_path: Path) -> None:
@@ -120,11 +121,11 @@ def test_what_does_not_fit_is_said_before_it_comes(
     def no_room(self: HubModel, more: list[str], capture: bool) -> str:
         return json.dumps(json.loads(plan(self, more, capture)) | {"no_room": "/: 1 GB are free"})
 
-    monkeypatch.setattr(HubModel, "_run", no_room)
-    with pytest.raises(CapacityError, match="1 GB are free"):
-        made._model()
+    with monkeypatch.context() as m:
+        m.setattr(HubModel, "_run", no_room)
+        with pytest.raises(CapacityError, match="1 GB are free"):
+            made._model()
     assert hub.asked == []
-    monkeypatch.undo()
     hub.gated.add(REPO)
     with pytest.raises(Ds4Error, match="the repository cannot be used; the lines above say why"):
         made._model()

@@ -40,15 +40,22 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
-class Tab:
-    """A tab with a storage of its own, what it asked for, and what it complained of in its console."""
+@pytest.fixture(scope="package")
+def window(browser: Any) -> Iterator[Any]:
+    """For all tabs without options of their own. Storage is an origin's, and every server has a port of its own."""
+    made = browser.new_context()
+    yield made
+    made.close()
 
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.context.set_default_timeout(WAIT_MS)
+
+class Tab:
+    """A tab, what it asked for, and what it complained of in its console."""
+
+    def __init__(self, window: Any) -> None:
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self.page = self.context.new_page()
+        self.page = window.new_page()
+        self.page.set_default_timeout(WAIT_MS)
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
         self.page.on("request", lambda r: self.requests.append(r.url))
@@ -81,9 +88,13 @@ class Tab:
 
 
 @pytest.fixture
-def tab(browser: Any, request: pytest.FixtureRequest) -> Iterator[Tab]:
-    """A fresh tab; parameters are a context's options. The test fails if the page complained in its console."""
-    made = Tab(browser, **getattr(request, "param", {}))
+def tab(browser: Any, window: Any, request: pytest.FixtureRequest) -> Iterator[Tab]:
+    """A fresh tab; parameters are options of a window. The test fails if the page complained in its console."""
+    options = getattr(request, "param", None)
+    mine = window if options is None else browser.new_context(**options)
+    made = Tab(mine)
     yield made
-    made.context.close()
+    made.page.close()
+    if mine is not window:
+        mine.close()
     assert made.complaints == []

@@ -41,9 +41,9 @@ PIECES = [
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any) -> Iterator[Any]:
+def page(window: Any) -> Iterator[Any]:
     """A tab with the module loaded: `draw(text)` and `grow(parts)` give the HTML that the browser would write."""
-    tab = Tab(browser)
+    tab = Tab(window)
     with serve(StandIn()) as server:
         tab.open(server.url)
         tab.page.evaluate("""async () => {
@@ -64,7 +64,7 @@ def page(browser: Any) -> Iterator[Any]:
         }""")
         yield tab.page
     assert tab.complaints == []
-    tab.context.close()
+    tab.page.close()
 
 
 @pytest.fixture

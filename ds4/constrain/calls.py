@@ -88,14 +88,15 @@ def _body(schema: Any, tool: int, mark: str, rules: list[str], complaint: Faults
     root = schema
     if fault := complaint(schema):
         raise _of_compiler(fault, schema)
-    at = "#"
+    at, passed = "#", {"#"}
     while isinstance(schema, Mapping) and "$ref" in schema:
         at, more = f"{schema['$ref']}", without(schema, ("$ref", "$defs", "definitions", "title", "description"))
         if more:
             raise SchemaFault("$ref", at, f"{next(iter(more))!r} beside it says more about the parameters")
-        schema = resolve(root, at)
-        if schema is root:
+        if at in passed:
             raise SchemaFault("$ref", at, "it leads back to itself")
+        passed.add(at)
+        schema = resolve(root, at)
     if not isinstance(schema, Mapping):
         schema = {}
     for keyword in _TIES:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds4.constrain.schema import MOST_CHARS, SchemaFault, checked, refusal
+from ds4.constrain.schema import MOST_CHARS, SchemaFault, checked, lone_surrogate, refusal
 from ds4.errors import RequestError
 
 # Between tokens of JSON in an answer's text: enough to indent, and nothing that could go on for ever.
@@ -79,6 +79,8 @@ def read_grammar(value: object, field: str = "grammar") -> Content | None:
         raise RequestError(f'{field} is empty; it needs at least a rule "start"', field)
     if len(value) > MOST_CHARS:
         raise RequestError(f"{field} has {len(value)} characters; at most {MOST_CHARS} are allowed", field)
+    if lone := lone_surrogate(value):
+        raise RequestError(f"{field} holds a lone surrogate, {lone}, which no text has", field)
     if value.lstrip().startswith("{"):
         raise RequestError(f"{field} must be a grammar in Lark; a JSON schema goes into response_format", field)
     for part in re.finditer(r"%json\s*(?=[{\[])", value):

@@ -44,7 +44,7 @@ _KEYWORDS = (
 _ABOUT = (
     ("oneOf constraints", "oneOf"), ("patternProperty", "patternProperties"), ("regex parse error", "pattern"),
     ("Unknown format", "format"), ("Invalid type", "type"), ("Pointer ", "$ref"),
-    ("NoExtension", "$ref"), ("schema too large", "allOf"), ("float range", "minimum"), ("regex", "pattern"),
+    ("NoExtension", "$ref"), ("multiple of", "multipleOf"), ("schema too large", "allOf"), ("float range", "minimum"), ("regex", "pattern"),
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def checked(schema: Any) -> Any:
         for keyword in _UNSEEN:
             if keyword in s:
                 raise SchemaFault(keyword, at, "this server cannot hold an answer to it")
-        if s.get("format") not in FORMATS:
+        if not isinstance(s.get("format"), str) or s["format"] not in FORMATS:
             s.pop("format", None)  # type: ignore[attr-defined]
         s.pop("x-guidance", None)  # type: ignore[attr-defined]
         merged |= "allOf" in s or "$ref" in s
@@ -155,7 +155,18 @@ def _text(schema: Any) -> str:
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > MOST_CHARS:
         raise SchemaFault("schema", "#", f"it has {len(text)} characters of JSON; at most {MOST_CHARS} are allowed")
+    if lone := lone_surrogate(text):
+        raise SchemaFault("schema", "#", f"it holds a lone surrogate, {lone}, which no text has")
     return text
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first one, as U+D800; None: there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return f"U+{ord(text[e.start]):04X}"
+    return None
 
 
 def fault_of(message: str, schema: Any) -> SchemaFault:

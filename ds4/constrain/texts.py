@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from ds4.constrain.schema import SchemaFault, resolve, without
+from ds4.constrain.schema import MOST_CHARS, SchemaFault, resolve, without
 
 ANY = "/(?s:.*)/"
 MOST_REFERENCES = 32  # followed one after the other
@@ -48,7 +48,7 @@ RAW_FORMATS = {
 }
 
 
-def texts(schema: Any, root: Any, where: str, follow: int = MOST_REFERENCES) -> str | None:
+def texts(schema: Any, root: Any, where: str) -> str | None:
     """The raw strings that `schema` allows, as a Lark expression of terminals; None: it allows no string.
 
     Args:
@@ -57,43 +57,73 @@ def texts(schema: Any, root: Any, where: str, follow: int = MOST_REFERENCES) -> 
     Raises:
         SchemaFault: a keyword that a raw string cannot be held to.
     """
-    if schema is True:
-        return ANY
-    if schema is False:
-        return None
-    if not follow:
-        raise SchemaFault("$ref", where, f"more than {MOST_REFERENCES} of them lead to one value")
-    kinds = schema.get("type")
-    if kinds is not None and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
-        return None
-    parts: list[str] = []
-    for keyword, value in schema.items():
-        one: str | None = ANY
-        at = f"{where}/{keyword}"
-        if keyword == "$ref":
-            one = texts(resolve(root, value), root, at, follow - 1)
-        elif keyword in ("anyOf", "oneOf"):
-            one = _either([texts(s, root, at, follow - 1) for s in value])
-        elif keyword == "allOf":
-            every = [texts(s, root, at, follow - 1) for s in value]
-            one = None if None in every else _both([e for e in every if e is not None])
-        elif keyword in ("enum", "const"):
-            values = value if keyword == "enum" else [value]
-            one = _either([json.dumps(v, ensure_ascii=False) for v in values if isinstance(v, str)])
-        elif keyword == "pattern":
-            one = searched(value, at)
-        elif keyword == "format" and value in RAW_FORMATS:
-            one = f"/{regex_to_lark(RAW_FORMATS[value], '')}/"
-        if one is None:
+    return _Reader(root).read(schema, where)
+
+
+class _Reader:
+    """Schemas of one root; what a reference stands for is worked out once."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, str | None] = {}
+        self._path: list[str] = []  # references that are being followed
+
+    def read(self, schema: Any, where: str) -> str | None:
+        if schema is True:
+            return ANY
+        if schema is False:
             return None
-        if one != ANY:
+        if not isinstance(schema, Mapping):
+            raise SchemaFault("type", where, "a schema is an object")
+        kinds = schema.get("type")
+        if kinds is not None and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+            return None
+        parts: list[str] = []
+        for keyword, value in schema.items():
+            one = self._held(keyword, value, f"{where}/{keyword}")
+            if one is None:
+                return None
             parts.append(one)
-    low, high = schema.get("minLength", 0), schema.get("maxLength")
-    if high is not None and high < low:
-        return None
-    if low or high is not None:
-        parts.append(f"/(?s:.){{{int(low)},{'' if high is None else int(high)}}}/")
-    return _both(parts)
+        low, high = schema.get("minLength", 0), schema.get("maxLength")
+        if high is not None and high < low:
+            return None
+        if low or high is not None:
+            parts.append(f"/(?s:.){{{int(low)},{'' if high is None else int(high)}}}/")
+        return self._short(_both(parts), where)
+
+    def _held(self, keyword: str, value: Any, at: str) -> str | None:
+        """What one keyword leaves of strings."""
+        if keyword == "$ref":
+            return self._followed(value, at)
+        if keyword in ("anyOf", "oneOf"):
+            return self._short(_either([self.read(s, at) for s in value]), at)
+        if keyword == "allOf":
+            every = [self.read(s, at) for s in value]
+            return None if None in every else _both([e for e in every if e is not None])
+        if keyword in ("enum", "const"):
+            values = value if keyword == "enum" else [value]
+            return _either([json.dumps(v, ensure_ascii=False) for v in values if isinstance(v, str)])
+        if keyword == "pattern":
+            return searched(value, at)
+        if keyword == "format" and value in RAW_FORMATS:
+            return f"/{regex_to_lark(RAW_FORMATS[value], '')}/"
+        return ANY
+
+    def _followed(self, reference: str, at: str) -> str | None:
+        if reference in self._path:
+            raise SchemaFault("$ref", at, "it leads back to itself")
+        if len(self._path) == MOST_REFERENCES:
+            raise SchemaFault("$ref", at, f"more than {MOST_REFERENCES} of them lead to one value")
+        if reference not in self._known:
+            self._path.append(reference)
+            self._known[reference] = self.read(resolve(self._root, reference), at)
+            self._path.pop()
+        return self._known[reference]
+
+    def _short(self, expression: str | None, at: str) -> str | None:
+        if expression is not None and len(expression) > MOST_CHARS:
+            raise SchemaFault(at.rsplit("/", 1)[-1], at[:200], "what it says of strings is too much for a raw one")
+        return expression
 
 
 def others(schema: Any, root: Any) -> dict[str, Any] | None:
@@ -190,12 +220,12 @@ def _escaped_end(text: str) -> bool:
 
 
 def _either(parts: Sequence[str | None]) -> str | None:
-    some = [p for p in parts if p is not None]
+    some = list(dict.fromkeys(p for p in parts if p is not None))
     if not some:
         return None
     return ANY if ANY in some else f"({' | '.join(some)})"
 
 
 def _both(parts: Sequence[str]) -> str:
-    some = [p for p in parts if p != ANY]
+    some = list(dict.fromkeys(p for p in parts if p != ANY))
     return f"({' & '.join(some)})" if len(some) > 1 else some[0] if some else ANY

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ds4.constrain import Calls, Compiled, Compiler, matcher, read_format, read_grammar
 from ds4.constrain import compiler as module
@@ -71,6 +73,9 @@ def test_formats(tokenizer: Tokenizer, compiler: Compiler, fits: Fits) -> None:
             "'multipleOf' at #",
         ),
         (asked({"multipleOf": 123456789}), "rf.json_schema.schema", "'multipleOf' at #: "),
+        (asked({"multipleOf": 0}), "rf.json_schema.schema", "'multipleOf' at #: "),
+        (asked({"$ref": "file:///etc/passwd"}), "rf.json_schema.schema", "'$ref' at #: nothing outside"),
+        (asked({"enum": ["\ud800"]}), "rf.json_schema.schema", "a lone surrogate, U+D800"),
         (asked({"multipleOf": 0.0000001234567}), "rf.json_schema.schema", "'multipleOf' at #: "),
         (asked({"enum": ["x" * MOST_CHARS]}), "rf.json_schema.schema", "characters of JSON; at most"),
     ],
@@ -90,6 +95,7 @@ def test_formats_that_are_refused(
         (" \n", "is empty"),
         ("x" * (MOST_CHARS + 1), "characters; at most"),
         ('{"type": "object"}', "goes into response_format"),
+        ('start: "\ud800"', "a lone surrogate, U+D800"),
         ("start: word", 'at 1(8): unknown name: "word"'),
         ("root ::= x", "1(7): Expected token"),
         ('start: "a"\nstart: "b"', "2("),
@@ -268,3 +274,50 @@ def test_defs_go_with_the_parameters_that_use_them(tokenizer: Tokenizer, compile
     wide = {f"p{i}": {"$ref": "#/$defs/long"} for i in range(80)}
     with pytest.raises(RequestError, match="make a grammar of over"):
         compiler.compile(tokenizer, calls=Calls([function("f", wide, **{"$defs": defs})]))
+
+
+PIECES = st.sampled_from([
+    None, True, False, 0, -1, 1.5, 1e300, 10**30, "", "x", "#", "#/", "#/$defs/a", "$", "[", "string", "object", [],
+    {}, ["a"], {"a": 1}, {"type": "string"}, {"$ref": "#/$defs/a"}, {"type": ["string", "null"]}, {"minLength": 2},
+    {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}, {"pattern": "^a|b$"}, [{"$ref": "#"}],
+    {"properties": {"a": {}}},
+])  # fmt: skip
+KEYWORDS = st.sampled_from([
+    "type", "$ref", "properties", "items", "anyOf", "allOf", "oneOf", "enum", "const", "pattern", "minLength",
+    "maxLength", "minimum", "maximum", "multipleOf", "required", "additionalProperties", "patternProperties", "format",
+    "prefixItems", "minItems", "$defs", "not", "$id", "$anchor", "x-guidance", "exclusiveMinimum",
+])  # fmt: skip
+NAMED = st.sampled_from(["a", "b"])
+SCHEMAS = st.recursive(
+    PIECES, lambda inner: st.dictionaries(KEYWORDS, inner | st.dictionaries(NAMED, inner)), max_leaves=8
+)
+
+
+@given(schema=st.dictionaries(KEYWORDS, SCHEMAS, min_size=1, max_size=4), whole=st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+def test_whatever_is_sent_is_compiled_or_a_400(
+    tokenizer: Tokenizer, compiler: Compiler, schema: dict[str, Any], whole: bool
+) -> None:
+    parameters = schema if whole else {"type": "object", "properties": {"a": schema}, "$defs": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for content, calls in ((True, None), (False, Calls([tool]))):
+        try:
+            own = read_format(asked(schema), "rf") if content else None
+            made = compiler.compile(tokenizer, content=own, calls=calls)
+        except RequestError as e:
+            assert "'" in str(e) and e.param in ("rf.json_schema.schema", "tools[0].function.parameters")
+        else:
+            assert made is not None and made.start().rows([]) is not None
+
+
+def test_references_in_a_circle_and_texts_without_end(tokenizer: Tokenizer, compiler: Compiler) -> None:
+    """Each level says the one below twice: as text that would be 2^20 times as long."""
+    circle = {"a": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}}
+    either = {f"a{i}": {"anyOf": [
+        {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"pattern": f"{c}{i}"}]} for c in "pq"
+    ]} for i in range(20)}  # fmt: skip
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(40)}
+    for defs, first in ((circle, "a"), ({**either, "a20": {}}, "a0"), ({**chain, "a40": {"type": "string"}}, "a0")):
+        tool = function("f", {"v": {"$ref": f"#/$defs/{first}"}}, **{"$defs": defs})
+        with pytest.raises(RequestError, match=r"'(\$ref|allOf|anyOf)' at #/"):
+            compiler.compile(tokenizer, calls=Calls([tool]))

@@ -141,12 +141,14 @@ def test_what_was_drawn_ahead_is_taken_back(
         assert len(own.text) == 1
 
 
-def p_value(engine: Engine, policy: Policy, draws: int, T: float = 1.5, top_k: int = 48) -> tuple[float, float]:
+def p_value(
+    engine: Engine, policy: Policy, draws: int, T: float = 1.5, top_k: int = 48, first: int = 2000
+) -> tuple[float, float]:
     """As in test_rounds_distribution.py, of texts that obey: the expected counts are of the masked distribution."""
     bins, n = (0, 1, 4, 16, 48, 320), 150
     ids, seen, expected = prompt("oracle-a", 9), np.zeros(5), np.zeros(5)
     kept = offered = 0
-    for seed in range(2000, 2000 + -(-draws // n)):
+    for seed in range(first, first + -(-draws // n)):
         session, judge = engine.session(policy), engine.session(fixed(0))
         own = constrained(session, ids)
         tokens = more(session, n, Sampling(T, top_k=top_k, seed=seed, seeded=False))
@@ -231,4 +233,4 @@ def test_who_shares_a_pass_with_one_that_gives_up_goes_on(engines: Callable[...,
 @pytest.mark.parametrize("policy", [fixed(4), restless], ids=["fixed", "scheduler"])
 def test_two_thousand_masked_draws(engines: Callable[..., Engine], policy: Policy, draft: str) -> None:
     p, stood = p_value(engines("oracle-a", dspark=True, draft=draft), policy, 2000)
-    assert p > 1e-3 and 0.02 < stood < 0.95
+    assert p > 1e-3 and 0 < stood < 0.95 and (stood > 0.02 or draft == "argmax")

@@ -314,6 +314,9 @@ def test_failures_in_the_middle_keep_what_came(tab: Tab) -> None:
         page.get_by_role("button", name="Write this answer again").click()
         tab.done()
         assert tab.answer.locator(".text").inner_text() == "half of it"
+        engine.script = []
+        page.get_by_role("button", name="Write this answer again").click()
+        page.get_by_text("without a word").wait_for()
 
 
 def test_a_server_that_goes_away(tab: Tab) -> None:

@@ -282,6 +282,7 @@ function showRunning(on) {
   send.hidden = on;
   stop.hidden = !on;
   for (const id of ["new", "chats"]) byId(id).disabled = on;
+  log.classList.toggle("busy", on);
   if (on && focused === send) stop.focus();
   // what had the focus is gone: a button of the turn, or Stop
   if (!on && (focused === stop || focused === document.body)) ask.focus();

@@ -3,6 +3,7 @@ import { copyButton, el } from "./dom.js";
 import { Growing } from "./markdown.js";
 
 const ENDS = { length: "The answer ended at its token limit, or at the end of the context." };
+const EMPTY = "The model ended its answer without a word.";
 const STATES = {
   cut: "This answer was cut off: the page or the connection went away while it was written.",
   stopped: "You stopped this answer.",
@@ -22,6 +23,7 @@ export class TurnView {
     this.retry = button("Again", "Write this answer again", () => actions.retry(turn));
     this.resume = button("Continue", "Continue this answer", () => actions.resume(turn));
     this.edit = button("Edit", "Edit this message", () => actions.edit(turn));
+    this.edit.classList.add("edit");
     this.copy = copyButton(() => turn.text, "Copy", turn.role === "user" ? "Copy this message" : "Copy this answer");
     this.buttons = el("div", { class: "buttons" }, this.copy, this.edit, this.resume, this.retry);
     const who = turn.role === "user" ? "You" : "Answer";
@@ -54,7 +56,8 @@ export class TurnView {
     if (turn.role === "user") this.text.textContent = turn.text;
     else this.growing.show(turn.text);
     this.drawThought(writing);
-    const said = turn.error ?? STATES[turn.state] ?? ENDS[turn.reason] ?? "";
+    const empty = turn.state === "done" && !turn.text && turn.reason !== "length" ? EMPTY : "";
+    const said = turn.error ?? STATES[turn.state] ?? ENDS[turn.reason] ?? empty;
     this.notice.textContent = said;
     this.notice.hidden = writing || !said;
     this.notice.classList.toggle("bad", Boolean(turn.error));

@@ -44,12 +44,13 @@ class Calls:
     field: str = "tools"
 
 
-def calls_grammar(calls: Calls, marker: int, complaint: Faults) -> tuple[str, str]:
+def calls_grammar(calls: Calls, marker: int, complaint: Faults, *, lenient: bool = False) -> tuple[str, str]:
     """Lark for the block, two newlines in front: the body of its first rule, and the other rules.
 
     Args:
         marker: the id of the marker token.
         complaint: what the compiler has against a JSON schema; "" where it compiles.
+        lenient: a tool whose schema cannot be held is held to the names of its parameters.
 
     Raises:
         RequestError: names the tool, the place in its `parameters` and the keyword.
@@ -69,9 +70,13 @@ def calls_grammar(calls: Calls, marker: int, complaint: Faults) -> tuple[str, st
         parameters = "parameters" if "function" not in tool else "function.parameters"
         field = f"{calls.field}[{i}].{parameters}"
         try:
+            before = len(rules)
             body = _body(told.get("parameters"), i, mark, rules, complaint)
         except SchemaFault as e:
-            raise refusal(e, field) from e
+            if not lenient:
+                raise refusal(e, field) from e
+            del rules[before:]
+            body = _body(_names_only(told.get("parameters")), i, mark, rules, complaint)
         head = json.dumps(f' invoke name="{name}">\n', ensure_ascii=False)
         rules.append(f'invoke_{i}: "<" {mark} {head} {body} "</" {mark} " invoke>\\n"')
         names.append(f"invoke_{i}")
@@ -80,6 +85,16 @@ def calls_grammar(calls: Calls, marker: int, complaint: Faults) -> tuple[str, st
     many = "" if calls.one or calls.name is not None else "+"
     rules.append(f"invoke: {' | '.join(names)}")
     return f'"\\n\\n<" {mark} " calls>\\n" invoke{many} "</" {mark} " calls>"', "\n".join(rules)
+
+
+def _names_only(schema: Any) -> dict[str, Any]:
+    """A schema of parameters without what it says of their values."""
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    names = [n for n in found if 0 < len(n) <= 256 and not _NO_KEY.search(n)] if isinstance(found, Mapping) else []
+    wanted = schema.get("required") if names else None
+    required = [n for n in names if isinstance(wanted, list) and n in wanted]
+    named = {"properties": {n: {} for n in names}, "required": required} if names else {}
+    return {"type": "object", **named}
 
 
 def _body(schema: Any, tool: int, mark: str, rules: list[str], complaint: Faults) -> str:

@@ -93,7 +93,9 @@ class Compiler:
         beside = None if forced else content
 
         def text() -> str:
-            block, rules = calls_grammar(calls, tokenizer.special_id(DSML), self._faults())
+            block, rules = calls_grammar(
+                calls, tokenizer.special_id(DSML), self._faults(), lenient=beside is not None
+            )
             if beside is None:
                 return f"start: {block}\n{rules}"
             self._grammar(tokenizer, beside, None, True)  # its own faults first

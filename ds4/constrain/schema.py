@@ -43,8 +43,8 @@ _KEYWORDS = (
 # what a complaint that does not name its keyword is about
 _ABOUT = (
     ("oneOf constraints", "oneOf"), ("patternProperty", "patternProperties"), ("regex parse error", "pattern"),
-    ("Unknown format", "format"), ("Invalid type", "type"), ("Pointer ", "$ref"),
-    ("NoExtension", "$ref"), ("multiple of", "multipleOf"), ("schema too large", "allOf"), ("float range", "minimum"), ("regex", "pattern"),
+    ("Unknown format", "format"), ("Invalid type", "type"), ("Pointer ", "$ref"), ("NoExtension", "$ref"),
+    ("multiple of", "multipleOf"), ("schema too large", "allOf"), ("float range", "minimum"), ("regex", "pattern"),
 )  # fmt: skip
 
 

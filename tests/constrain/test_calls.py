@@ -99,6 +99,23 @@ def test_a_call_or_content(tokenizer: Tokenizer, compiler: Compiler, fits: Fits)
     assert fits(forced, call) and not fits(forced, '{"a": 1}')
 
 
+def test_a_tool_that_need_not_be_called_may_have_any_schema(
+    tokenizer: Tokenizer, compiler: Compiler, fits: Fits
+) -> None:
+    """Beside a format: what cannot be held of it is not, but for its parameters' names, each once."""
+    odd = function("odd", {"a": {"not": {"type": "string"}}, "b": {}}, ["a"], anyOf=[{"required": ["b"]}])
+    worse: dict[str, Any] = {"type": "function", "function": {"name": "worse", "parameters": {"properties": 7}}}
+    content = read_format({"type": "json_object"}, "response_format")
+    with pytest.raises(RequestError, match="'not' at #/properties/a"):
+        compiler.compile(tokenizer, calls=Calls([odd]))
+    made = compiler.compile(tokenizer, content=content, calls=Calls([odd, WEATHER, worse]), forced=False)
+    assert fits(made, block(invoke("odd", parameter("a", "x"), parameter("b", "[1]", False)))) and fits(made, "{}")
+    assert fits(made, block(invoke("odd", parameter("a", "1", False)))) and not fits(made, block(invoke("odd")))
+    assert not fits(made, block(invoke("odd", parameter("a", "1"), parameter("a", "2"))))
+    assert not fits(made, block(invoke("wx", parameter("city", "1", False))))  # the others are held as ever
+    assert fits(made, block(invoke("worse", parameter("any", "1"))))
+
+
 STRINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é\n", "a</"], ["a", "abcd", "", "ab</"]),
     ({"type": "string", "pattern": "b+$"}, ["b", "x\nabb"], ["ba", ""]),

@@ -284,8 +284,8 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 KEYWORDS = st.sampled_from([
     "type", "$ref", "properties", "items", "anyOf", "allOf", "oneOf", "enum", "const", "pattern", "minLength",
-    "maxLength", "minimum", "maximum", "multipleOf", "required", "additionalProperties", "patternProperties", "format",
-    "prefixItems", "minItems", "$defs", "not", "$id", "$anchor", "x-guidance", "exclusiveMinimum",
+    "maxLength", "minimum", "maximum", "multipleOf", "required", "additionalProperties", "patternProperties",
+    "format", "prefixItems", "minItems", "$defs", "not", "$id", "$anchor", "x-guidance", "exclusiveMinimum",
 ])  # fmt: skip
 NAMED = st.sampled_from(["a", "b"])
 SCHEMAS = st.recursive(

@@ -14,7 +14,7 @@ from ds4.constrain.calls import MOST_GRAMMAR, Calls, calls_grammar
 from ds4.constrain.content import Content, json_rule
 from ds4.constrain.matcher import Compiled, Grammar, Marks
 from ds4.constrain.schema import fault_of, refusal
-from ds4.errors import RequestError
+from ds4.errors import CapacityError, RequestError
 from ds4.model.chat import other_turns
 from ds4.model.tokenizer import DSML, END_THINK, EOS, Tokenizer
 
@@ -197,6 +197,10 @@ def _deep(work: Callable[[], T]) -> T:
     try:
         thread = threading.Thread(target=run, name="compile")
         thread.start()
+    except RuntimeError as e:
+        raise CapacityError(
+            f"no room for the {STACK_BYTES >> 20} MB of addresses that compiling a grammar reserves ({e})"
+        ) from e
     finally:
         threading.stack_size(before)
     thread.join()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds4.constrain import Calls, Compiled, Compiler, matcher, read_format, read_grammar
 from ds4.constrain import compiler as module
 from ds4.constrain.schema import MOST_CHARS, MOST_DEPTH
-from ds4.errors import RequestError
+from ds4.errors import CapacityError, RequestError
 from ds4.model.tokenizer import EOS, Tokenizer
 from tests.constrain.conftest import block, function, invoke, parameter
 
@@ -213,6 +213,18 @@ def test_several_threads(tokenizer: Tokenizer, compiler: Compiler, fits: Fits) -
     for thread in threads:
         thread.join()
     assert failed == [] and threading.stack_size() == before
+
+
+def test_a_stack_that_cannot_be_had_is_no_fault_of_the_request(
+    tokenizer: Tokenizer, compiler: Compiler, fits: Fits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, content = threading.stack_size(), read_grammar('start: "a"')
+    monkeypatch.setattr(module, "STACK_BYTES", 1 << 46)
+    with pytest.raises(CapacityError, match="of addresses that compiling a grammar reserves"):
+        compiler.compile(tokenizer, content=content)
+    assert threading.stack_size() == before
+    monkeypatch.undo()
+    assert fits(compiler.compile(tokenizer, content=content), "a")
 
 
 def test_another_vocabulary_is_another_grammar(tokenizer: Tokenizer, compiler: Compiler) -> None:

@@ -12,12 +12,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds4.engine import Sampling
 from ds4.model.tokenizer import DSML
-from tests.server.standin import EOS, TOKENIZER, StandIn, StandInConfig, StandInSession, ids_of, serve
+from tests.server.standin import EOS, TOKENIZER, Served, StandIn, StandInConfig, StandInSession, ids_of, serve
 from tests.server.test_tools import script_of
 
 AGENT = shutil.which("opencode")
@@ -46,14 +47,41 @@ class ScriptedSession(StandInSession):
         return [*engine.script_for(TOKENIZER.decode(engine.prompts[-1])), EOS][self.drawn - 1]
 
 
+def run_agent(server: Served, folder: Path, client: str, ask: str, **settings: Any) -> list[Any]:
+    """What the agent tells of one question, asked in `folder`/work by the client library `client`.
+
+    `settings`: of its configuration, beside those that make this server its only provider.
+    """
+    model = {"name": "m", "limit": {"context": server.engine.config.max_position_embeddings, "output": 512}}
+    provider = {
+        "npm": client, "name": "ds4", "models": {"m": model},
+        "options": {"baseURL": server.url + "/v1", "apiKey": "none"},
+    }  # fmt: skip
+    settings |= {
+        "autoupdate": False, "share": "disabled", "provider": {"ds4": provider}, "enabled_providers": ["ds4"],
+        "model": "ds4/m", "small_model": "ds4/m",
+    }  # fmt: skip
+    (folder / "agent.json").write_text(json.dumps(settings))
+    (folder / "home").mkdir()
+    env = {
+        "PATH": os.environ["PATH"], "HOME": str(folder / "home"), "OPENCODE_CONFIG": str(folder / "agent.json"),
+        "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    }  # fmt: skip
+    ran = subprocess.run(
+        [str(AGENT), "run", "--model", "ds4/m", "--format", "json", ask], cwd=folder / "work", env=env,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(AGENT is None, reason="no opencode on the path: npm install opencode-ai")
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_agent_reads_two_files_and_answers(tmp_path: Path, client: str) -> None:
     """Two calls in one answer; their results come back, in order, as results, whichever API it speaks."""
-    work, home = tmp_path / "work", tmp_path / "home"
+    work = tmp_path / "work"
     work.mkdir()
-    home.mkdir()
     files = [work / "one.txt", work / "two.txt"]
     files[0].write_text(SECRET)
     files[1].write_text("nothing \u00e9\U0001f600 here")
@@ -66,28 +94,9 @@ def test_an_agent_reads_two_files_and_answers(tmp_path: Path, client: str) -> No
 
     engine = Scripted(config=StandInConfig(1 << 20), script_for=script_for)
     with serve(engine) as server:
-        model = {"name": "stand-in", "limit": {"context": 1_000_000, "output": 4096}}
-        provider = {
-            "npm": client, "name": "ds4", "models": {"stand-in": model},
-            "options": {"baseURL": server.url + "/v1", "apiKey": "none"},
-        }  # fmt: skip
-        settings = {
-            "autoupdate": False, "share": "disabled", "provider": {"ds4": provider}, "enabled_providers": ["ds4"],
-            "model": "ds4/stand-in", "small_model": "ds4/stand-in",
-        }  # fmt: skip
-        (tmp_path / "agent.json").write_text(json.dumps(settings))
-        env = {
-            "PATH": os.environ["PATH"], "HOME": str(home), "OPENCODE_CONFIG": str(tmp_path / "agent.json"),
-            "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
-        }  # fmt: skip
-        ran = subprocess.run(
-            [str(AGENT), "run", "--model", "ds4/stand-in", "--format", "json", "What is the secret word?"],
-            cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
-        )  # fmt: skip
+        told = run_agent(server, tmp_path, client, "What is the secret word?")
         asked = server.get("/metrics").text
-    assert ran.returncode == 0, ran.stderr
     assert f'ds4_requests_total{{end="tool_calls",path="{CLIENTS[client]}"}} 1.0' in asked
-    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     done = [t["part"]["state"] for t in told if t["type"] == "tool_use"]
     assert sorted(s["input"]["filePath"] for s in done) == [str(f) for f in files]
     assert all(s["status"] == "completed" for s in done)

@@ -30,14 +30,9 @@ from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[
 
 from ds4 import __version__
 from ds4.errors import Ds4Error, FileFormatError, UsageError
+from ds4.hub.chunks import Reader
 from ds4.hub.names import Piece, Repository, Sum, check_name, check_size
 
-XET = {  # of the chunk storage's library; what is not here is its default
-    "telemetry.enabled": False,
-    "reconstruction.download_buffer_size": 512 << 20,  # bytes ahead of us; a server may run beside
-    "reconstruction.download_buffer_limit": 512 << 20,
-    "reconstruction.download_buffer_perfile_size": 256 << 20,
-}
 SEGMENT = 4 << 30  # bytes a request: the hub's delivery network sends at most 50 GB at once
 PROGRESS = 1 << 20  # bytes after which a line counts as working again
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -54,6 +49,7 @@ class Patience:
         wait_s: before the second try, doubled at each further one, at most `longest_s`; a server that names a time
             (Retry-After) gets that, as far as `longest_s`.
         silence_s: without a byte.
+        storage_s: without a byte of the chunk storage, whose library tries again by itself.
         slow_s, slow_bytes: fewer bytes than that in that time are as good as none.
     """
 
@@ -61,6 +57,7 @@ class Patience:
     wait_s: float = 1.0
     longest_s: float = 300.0
     silence_s: float = 60.0
+    storage_s: float = 300.0
     slow_s: float = 60.0
     slow_bytes: int = 64 << 10
     sleep: Callable[[float], None] = time.sleep
@@ -229,30 +226,23 @@ class Hub:
 
     def _from_xet(self, piece: Piece, at: int) -> Iterator[bytes]:
         """From the chunk storage; after its first failure this run goes on without it."""
-        import hf_xet
-
         url = f"{self.endpoint}/api/models/{piece.repo}/xet-read-token/{piece.commit}"
         open_to_all = {name: value for name, value in self._headers.items() if name.lower() != "authorization"}
-        stream = None
+        reader = Reader(piece.xet or "", piece.size, at, url, self._headers, open_to_all)
+        failed = "its answer ended early"
         try:
-            group = hf_xet.XetSession(hf_xet.XetConfig().with_config(XET)).new_download_stream_group(
-                token_refresh_url=url, token_refresh_headers=self._headers, custom_headers=open_to_all
-            )
-            stream = group.download_stream(hf_xet.XetFileInfo(piece.xet, piece.size), start=at)
-            for block in stream:
-                data = bytes(block)[: piece.size - at]
+            for block in reader.blocks(self._patience.storage_s):
+                data = block[: piece.size - at]
                 at += len(data)
                 yield data
                 if at == piece.size:
                     return
-        except Exception as e:  # the library has classes of its own for a few of them only
-            self._xet = False
-            raise Trouble(f"the chunk storage failed ({_said(e)}), going on without it", 0.0) from e
+        except Exception as e:
+            failed = _said(e)
         finally:
-            if stream is not None and at < piece.size:
-                stream.cancel()
+            reader.leave(whole=at == piece.size)
         self._xet = False
-        raise Trouble("the chunk storage's answer ended early, going on without it", 0.0)
+        raise Trouble(f"the chunk storage failed ({failed}), going on without it", 0.0)
 
     def _asked(self, call: Callable[[], T], where: str) -> T:
         """The answer to a question about a repository, asked again as often as it takes."""

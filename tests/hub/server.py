@@ -45,6 +45,8 @@ class HubServer:
         self.cdn = False
         self.xet: dict[str, str] = {}  # file -> its hash in the chunk storage
         self.storage_flips = False
+        self.storage_waits = threading.Event()  # before it gives any bytes, while this is not set
+        self.storage_waits.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *left: None  # type: ignore[method-assign]  # clients go as they please
@@ -194,6 +196,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _xorb(self, digest: str) -> None:
         data = self._stored(digest)
+        self.hub.storage_waits.wait(60)
         if self.hub.storage_flips:
             data = bytes([data[0] ^ 1]) + data[1:]
         chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]  # version, size, coding (none), size again

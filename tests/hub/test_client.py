@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -303,24 +304,20 @@ class Chunks:
         assert config["telemetry.enabled"] is False
 
         def group(**how: Any) -> Any:
-            return SimpleNamespace(download_stream=lambda info, start: self._stream(info, start, how))
+            return SimpleNamespace(
+                download_stream=lambda info, start: self._stream(info, start, how), abort=self._abort
+            )
 
         return SimpleNamespace(new_download_stream_group=group)
 
+    def _abort(self) -> None:
+        self.cancelled += 1
+
     def _stream(self, info: Any, start: int, how: Any) -> Any:
         self.calls.append((info, start, how))
-        outer = self
-
-        class Stream:
-            def __iter__(self) -> Any:
-                yield from outer.blocks
-                if outer.fails:
-                    raise RuntimeError("CAS: 416")
-
-            def cancel(self) -> None:
-                outer.cancelled += 1
-
-        return Stream()
+        yield from self.blocks
+        if self.fails:
+            raise RuntimeError("CAS: 416")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +325,7 @@ class Chunks:
     [
         ([DATA[10:1000], DATA[1000:]], False, ""),
         ([DATA[10:1000]], True, "the chunk storage failed (CAS: 416), going on without it"),
-        ([DATA[10:1000]], False, "ended early"),
+        ([DATA[10:1000]], False, "(its answer ended early), going on without it"),
         ([], True, "failed"),
         ([DATA[10:] + b"more"], False, ""),
     ],
@@ -371,3 +368,27 @@ def test_the_real_chunk_storage_library(
     }  # fmt: skip
     server.storage_flips = True
     assert b"".join(hub.stream(one, 0)) != DATA  # it compares nothing: the sum of the file does (test_part.py)
+
+
+def test_a_chunk_storage_that_gives_nothing(
+    server: HubServer, heard: Heard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library waits inside a call. Ctrl-C is heard all the same, and the fetch does not wait as long as it."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    server.xet["a.gguf"] = "ab" * 32
+    hub = heard.hub(server, storage_s=30.0)
+    one = piece(server, hub)
+    server.storage_waits.clear()
+    begun = time.monotonic()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            list(hub.stream(one, 0))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 10
+    hub = heard.hub(server, storage_s=0.3)
+    assert b"".join(hub.stream(one, 5)) == DATA[5:]
+    assert "the chunk storage failed (nothing came for 0.3 s), going on without it" in heard.said
+    server.storage_waits.set()

@@ -16,7 +16,10 @@ CLIENTS = re.compile(
 CONNECTING = {"open_connection", "create_connection", "connect", "sendto", "create_datagram_endpoint"}
 # the socket that listens; `ds4 status` and the like, `ds4 doctor` and `ds4 nightly`, which ask this machine's server;
 # `ds4 fetch`, which asks a hub for files and sends it nothing but their names
-MAY = {"ds4.server.listen", "ds4.cli.service", "ds4.cli.probes", "ds4.posttrain.borrow", "ds4.hub.client"}
+MAY = {
+    "ds4.server.listen", "ds4.cli.service", "ds4.cli.probes", "ds4.posttrain.borrow", "ds4.hub.client",
+    "ds4.hub.chunks",
+}  # fmt: skip
 
 
 def connections(module: str, text: str) -> list[str]:

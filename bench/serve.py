@@ -3,8 +3,8 @@
     python bench/serve.py [-m BASE] [--clients 1 2 4 8] [--requests 8] [--tokens 48] [--rounds 3] [--json]
 
 Without `-m`, the embedded model, without drafts. Server, bare engine and clients are processes of their own; prompts
-are places of the model's judge text, of 8 to 512 tokens, the same in every run (`--seed`). Each round takes every
-measurement once, in turns; figures are over all rounds.
+are places of the embedded model's judge text, of 8 to `--longest` tokens, the same in every run (`--seed`). Each
+round takes every measurement once, in turns; figures are over all rounds.
 
     load      `--requests` answers by so many clients at once: time to the first token, time between two tokens (as
               they come over HTTP), tokens/s of all, and the slowest client's tokens/s over the fastest one's
@@ -44,7 +44,7 @@ from ds4 import embedded
 from ds4.errors import Ds4Error
 
 HERE = Path(__file__).resolve().parent
-SHORTEST, LONGEST = 8, 512  # tokens of a prompt
+SHORTEST = 8  # tokens of a prompt
 SHORT = 16  # of one whose answer alone is measured
 ANSWERS = 3  # under way when the long prompt comes
 API, PATH = "completions", "/v1/completions"
@@ -265,6 +265,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=8, help="of every number of clients, a round")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the prompt that comes in between")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)
@@ -272,6 +273,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("load", "stall", "overhead", "shared"), nargs="+", help="of these alone")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     args = parser.parse_args(argv)
+    if args.longest < SHORT:
+        parser.error(f"--longest is at least {SHORT}")
     if min(args.requests, args.tokens, args.rounds, args.long, *args.clients) < 1 or max(args.clients) > 8:
         parser.error("counts are at least 1, clients at most 8")
     return args
@@ -287,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, shards = (Path(args.model), args.engram_dir) if args.model else embedded_base()
     base = Base.open(path, shards)
     tokenizer = Tokenizer.from_base(base.tokenizer_data(), base.config, str(path), base.folders)
-    ids, rng = judge_ids(tokenizer, args.long + LONGEST), random.Random(args.seed)
+    ids, rng = judge_ids(tokenizer, args.long + args.longest), random.Random(args.seed)
     flags = ["-m", str(path), *(["--engram-dir", str(shards)] if shards else []), "--chunk", str(args.chunk)]
     server = Server([*flags, "--sessions", "8", "--no-dspark", "--prefix-reuse", "off"])
     try:
@@ -311,7 +314,7 @@ def measure(
 ) -> dict[str, Any]:
     """Every round."""
     what = args.only or ("load", "stall", "overhead", "shared")
-    mixed = prompts_of(ids, rng, args.requests, SHORTEST, LONGEST)
+    mixed = prompts_of(ids, rng, args.requests, SHORTEST, args.longest)
     short = prompts_of(ids, rng, 8, SHORT, SHORT)
     loads, pair = {n: Load() for n in args.clients}, Pair()
     stalls: list[dict[str, float]] = []

@@ -13,6 +13,8 @@ before that (ds4/engine/budget.py); what is watched here is all that the machine
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
 from collections import Counter
@@ -34,6 +36,14 @@ log = logging.getLogger("ds4.server")
 def no_memory(why: str) -> HttpError:
     """What a client is told."""
     return overloaded(why, "no_memory", RETRY_S)
+
+
+def trim() -> None:
+    """Memory that was freed back to the machine. The C library keeps blocks of up to 32 MB for later, once a block of
+    that size was freed (mallopt(3), M_MMAP_THRESHOLD): without this, what is dropped is available to nobody else.
+    """
+    with contextlib.suppress(AttributeError):  # C libraries that keep nothing have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Relieved(Protocol):

@@ -21,7 +21,7 @@ from ds4.errors import CapacityError, Ds4Error
 from ds4.server.errors import HttpError
 from ds4.server.job import Job
 from ds4.server.logs import request_id
-from ds4.server.memory_watch import no_memory
+from ds4.server.memory_watch import no_memory, trim
 from ds4.server.outbox import Event, Failed, Finished
 from ds4.server.request import ServedEngine
 from ds4.server.run import Prefixes, Run, without_frames
@@ -99,6 +99,7 @@ class Turns:
         if self._prefixes is not None:
             self._prefixes.forget()
         engine.drop_idle()
+        trim()
         self._desk.stepped()
 
     def _read(self, engine: ServedEngine) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -46,13 +48,15 @@ class Asked:
 
 @dataclass
 class Machine:
-    """A machine with so much memory available; at one look with less."""
+    """A machine with so much memory available; with less until a request was ended for it."""
 
     free: int = mb(8000)
-    once: list[int] = field(default_factory=list)
+    less: int | None = None
+    watch: MemoryWatch | None = None
 
     def available(self) -> int:
-        return self.once.pop() if self.once else self.free
+        less = self.less is not None and self.watch is not None and not self.watch.done[END]
+        return self.less if less and self.less is not None else self.free
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,33 @@ def test_this_machine_says_how_much_there_is() -> None:
     assert found is not None and mb(16) < found < 1 << 50
 
 
+FREED = """
+import numpy as np
+from ds4.server.memory_watch import trim
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+before = rss()
+for _ in range(2):
+    blocks = [np.ones(3 << 20, np.uint8) for _ in range(100)]
+    stays = [np.ones(100, np.uint8) for _ in range(1000)]
+    more = [np.ones(200 << 10, np.uint8) for _ in range(500)]
+    above = [np.ones(5000, np.uint8) for _ in range(100)]
+    del blocks, more
+kept = rss()
+trim()
+print(before, kept, rss())
+"""
+
+
+def test_what_was_freed_goes_back_to_the_machine() -> None:
+    """The C library keeps blocks under something small that stays; in a process of its own, whose heap is known."""
+    ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    before, kept, trimmed = map(int, ran.stdout.split())
+    assert kept > before + 200 and trimmed < before + 30
+
+
 # ---- the whole server
 
 
@@ -177,7 +208,8 @@ def watched(machine: Machine, sessions: int = 2) -> Iterator[tuple[Served, Dropp
     kept = Kept()
 
     def watch(worker: Worker) -> MemoryWatch:
-        return MemoryWatch(worker, FLOOR, available=machine.available, every_s=0.01)
+        machine.watch = MemoryWatch(worker, FLOOR, available=machine.available, every_s=0.01)
+        return machine.watch
 
     with serve(engine, sessions=sessions, prefixes=kept, watch=watch, limits=Limits(outbox_chars=10**9)) as server:
         yield server, engine, kept
@@ -218,7 +250,7 @@ def test_refused_sent_away_and_ended(caplog: pytest.LogCaptureFixture) -> None:
         refused = server.chat()
         assert refused.status_code == 503 and "--memory-floor-mb" in refused.json()["error"]["message"]
         assert server.worker.running == 2  # above half of the floor nobody is ended
-        machine.once.append(mb(400))
+        machine.less = mb(400)
         until(lambda: server.worker.running == 1)
         told = [json.loads(x[6:]) for x in younger.result().text.split("\n\n") if x.startswith("data: {")][-1]
         assert told["error"]["code"] == "no_memory" and "400 MB are available" in told["error"]["message"]

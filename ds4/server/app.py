@@ -191,7 +191,8 @@ class Routes:
         self._worker.submit(job)
         exchange = None
         if self._requests is not None:
-            exchange = Exchange(self._requests, answer.id, path, card.name, asked.logged, len(body), job)
+            size = len(body) + asked.size
+            exchange = Exchange(self._requests, answer.id, path, card.name, asked.logged, size, job)
         line = Log(path, job, exchange)
         if asked.generation.stream:
             return EventStream(job, answer, self._worker, self._limits.ping_s, line, at_once=asked.progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds4.engine.sampling import MOST_TOP
@@ -74,7 +74,7 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
         told = read_tools(Fields({"tools": tools, **choice}), engine.tokenizer)
     previous = fields.string("previous_response_id")
     items = _input_items(fields, store)
-    before = [] if previous is None else store.before(previous)
+    before, size = ([], 0) if previous is None else store.before(previous)
     turns = _Turns()
     if (instructions := fields.string("instructions")) is not None:
         turns.add("instructions", {"role": "system", "content": instructions})
@@ -86,7 +86,7 @@ def ask_response(fields: Fields, engine: ServedModel, limits: Limits, store: Res
         parameters="parameters",
     )  # fmt: skip
     form = ChatForm(turns.messages, told, thinking, NAMES, shape, turns.places).told(told_schema(wanted), FORMAT)
-    asked = form.asked(fields, engine, limits, logprobs)
+    asked = replace(form.asked(fields, engine, limits, logprobs), size=size)
     sampling = asked.generation.sampling
     echo: dict[str, Any] = {name: fields.string(name) for name in ECHOED}
     echo |= {

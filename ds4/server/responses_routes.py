@@ -34,7 +34,7 @@ class ResponseRoutes:
     async def items(self, request: Request, response_id: str) -> Response:
         """What was asked, that of the responses before it too; the newest first unless `order` is "asc"."""
         kept, asked = self._store.get(response_id), request.query_params
-        before = [] if kept.previous is None else self._store.before(kept.previous)
+        before = [] if kept.previous is None else self._store.before(kept.previous)[0]
         items = [*before, *kept.items]
         order, limit, after = asked.get("order", "desc"), asked.get("limit", str(LISTED)), asked.get("after")
         if order not in ("asc", "desc"):

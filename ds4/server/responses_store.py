@@ -95,8 +95,8 @@ class ResponseStore:
             self._found(response_id, None)
             self._drop(response_id)
 
-    def before(self, response_id: str) -> list[Item]:
-        """Everything that was asked and answered up to a response, it too.
+    def before(self, response_id: str) -> tuple[list[Item], int]:
+        """Everything that was asked and answered up to a response, it too, and the bytes that it takes.
 
         Raises:
             HttpError: 404, it or one before it is not kept; names the one.
@@ -110,7 +110,7 @@ class ResponseStore:
         items: list[Item] = []
         for kept in reversed(chain):
             items += [*kept.items, *kept.response["output"]]
-        return items
+        return items, sum(kept.size for kept in chain)
 
     def item(self, item_id: str) -> Item | None:
         """An item by its id; None: it is not kept."""

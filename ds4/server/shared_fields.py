@@ -31,12 +31,14 @@ class Asked:
         logged: of it what its prompt was made of, as a chat or a prompt: enough to make the same prompt again.
         progress: a stream tells how far its prompt is read.
         shape: what is asked of the answer, still to be compiled.
+        size: bytes of what it is about beside its body.
     """
 
     generation: Generation
     logged: Mapping[str, Any]
     progress: bool = False
     shape: Shape = field(default_factory=Shape)
+    size: int = 0
 
     def constrained(self, compiler: Compiler, tokenizer: Tokenizer) -> Generation:
         """`generation`, whose answer obeys `shape`. It takes a while.

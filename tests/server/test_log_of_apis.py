@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds4.posttrain.corrections import Correction
 from ds4.posttrain.decisions import decision
 from ds4.posttrain.log import days
@@ -40,7 +42,13 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_rows_make_the_prompts_of_their_requests(tmp_path: Path) -> None:
+def test_rows_make_the_prompts_of_their_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what waits for the disk is counted with what a request goes on with."""
+    sizes: list[int] = []
+    put = RequestLog.put
+    monkeypatch.setattr(
+        RequestLog, "put", lambda log, exchange, end: (sizes.append(exchange.size), put(log, exchange, end))
+    )
     engine = StandIn(ids_of(JSON), config=StandInConfig(9000))
     ids = []
     with serve(engine, requests=RequestLog(tmp_path, 30)) as server:
@@ -59,6 +67,7 @@ def test_rows_make_the_prompts_of_their_requests(tmp_path: Path) -> None:
     (day,) = days(tmp_path).values()
     rows = [json.loads(line) for line in day.read_text("utf-8").splitlines()]
     assert [r["id"] for r in rows] == ids
+    assert sizes[-1] > sizes[3] and len(json.dumps(more)) < sizes[3]
     assert [r["path"] for r in rows] == [PATHS[api] for api, _ in BODIES] + [PATHS["responses"]]
     for row, prompt in zip(rows, engine.prompts, strict=True):
         assert prompt_ids(row, engine) == prompt, row

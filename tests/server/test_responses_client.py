@@ -221,9 +221,10 @@ def test_the_store_is_bounded() -> None:
     store = ResponseStore(most=3, most_bytes=10_000)
     for name, previous in (("a", None), ("b", "a"), ("c", None)):
         store.put(kept(name, previous=previous))
-    assert [i["id"] for i in store.before("b")] == ["item-a", "item-b"]  # all of it was used just now
+    assert [i["id"] for i in store.before("b")[0]] == ["item-a", "item-b"]  # all of it was used just now
+    assert store.before("b")[1] == store.get("a").size + store.get("b").size
     store.put(kept("d"))
-    assert [i["id"] for i in store.before("b")] == ["item-a", "item-b"]
+    assert [i["id"] for i in store.before("b")[0]] == ["item-a", "item-b"]
     with pytest.raises(HttpError):
         store.get("c")
     store.put(kept("e", 9_940))

@@ -104,7 +104,7 @@ class Rows:
 SETTINGS = [
     pytest.param(0.7, WHOLE, id="0.7-whole"),
     pytest.param(1.0, CUT, id="1.0-cut"),
-    pytest.param(1.5, WHOLE, id="1.5-whole"),
+    pytest.param(1.5, WHOLE, id="1.5-whole", marks=pytest.mark.long),
     pytest.param(0.7, CUT, id="0.7-cut", marks=pytest.mark.long),
     pytest.param(1.0, WHOLE, id="1.0-whole", marks=pytest.mark.long),
     pytest.param(1.5, CUT, id="1.5-cut", marks=pytest.mark.long),

@@ -71,7 +71,7 @@ def test_some_draws_and_a_rule_that_keeps_every_draft(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines("oracle-a", dspark=True)
-    p, stood = p_value(engine, fixed(2), 600)
+    p, stood = p_value(engine, fixed(2), 400)
     assert p > PASS and 0.05 < stood < 0.95  # some stand and some fall
 
     def gullible(dev: Device, out: Buffer, *args: object, **kwargs: object) -> None:
@@ -83,6 +83,6 @@ def test_some_draws_and_a_rule_that_keeps_every_draft(
 
     monkeypatch.setattr(choose_module, "accept", gullible)
     engine.drop_idle()  # its graphs hold the right rule
-    p, stood = p_value(engine, fixed(2), 400, honest=False)
+    p, stood = p_value(engine, fixed(2), 200, honest=False)
     engine.drop_idle()
     assert p < FAIL and stood == 1.0

@@ -130,9 +130,10 @@ class EventStream(Response):
                 if isinstance(event, Failed) and not body.opened:
                     self._line.end(f"failed: {failure(event.error)}")
                     raise failure(event.error)
+                told = self._encoded(event)
                 if isinstance(event, Reading) and not body.opened and time.monotonic() < patience:
                     continue  # it may still fail, and be told so by a status
-                await body.write(self._encoded(event))
+                await body.write(told)
                 self._line.hear(event)
                 if isinstance(event, (Finished, Failed)):
                     await body.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -12,12 +13,15 @@ import pytest
 from ds4.engine import Sampling
 from ds4.server.answer import Answer, Writer
 from ds4.server.fields import Fields
+from ds4.server.job import Job
 from ds4.server.messages_answer import MessagesAnswer
-from ds4.server.outbox import Finished, Reading
+from ds4.server.outbox import Finished, Outbox, Reading, Started
 from ds4.server.request import Generation, Limits
+from ds4.server.respond import EventStream, Log
 from ds4.server.responses import ask_response
 from ds4.server.responses_answer import ResponsesAnswer
 from ds4.server.responses_store import ResponseStore
+from ds4.server.worker import Worker
 from tests.server.standin import TOKENIZER, StandIn, events, ids_of, serve
 from tests.server.test_utf8 import PATHS
 
@@ -99,3 +103,26 @@ def test_cached_tokens(api: str) -> None:
     if api == "messages":
         begun: Any = told[0]["message"]["usage"]
         assert (begun["input_tokens"], begun["cache_read_input_tokens"]) == (3, 7)
+
+
+def test_what_is_cached_is_told_at_the_beginning() -> None:
+    """Of a stream that opened with its first token, too: nothing of what came before was written, all was heard."""
+
+    async def sent() -> str:
+        job = Job(generation(), Outbox(1000))
+        for event in (Reading(10, 10, 7), Started(), Finished("stop", 0, 0, {}, cached=7)):
+            assert job.outbox.put(event)
+        out: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            out.append(message.get("body", b""))
+
+        worker = Worker(lambda progress: StandIn(), 1)
+        line = Log("/v1/messages", job, None)
+        stream = EventStream(job, writers()["messages"], worker, 30.0, line)
+        await stream({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        return b"".join(out).decode()
+
+    text = asyncio.run(sent())
+    assert text.startswith("event: message_start\n") and ": read" not in text
+    assert '"cache_read_input_tokens":7' in text.partition("\n\n")[0]

@@ -23,7 +23,7 @@ ERRORS = {
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "500": "The server's own failure.",
-    "503": "The model is loading, the queue is full, or the server is stopping; Retry-After says when to come again.",
+    "503": "Loading, stopping, the queue is full or memory runs out; Retry-After says when to come again.",
 }
 STRING, BOOLEAN, INTEGER, NUMBER, OBJECT = ({"type": t} for t in ("string", "boolean", "integer", "number", "object"))
 
@@ -213,7 +213,10 @@ def _shared(limits: Limits, context: int | None) -> Schema:
         "Error": record({"error": error}),
         "MessagesError": record({"type": one_of("error"), "error": record({"type": STRING, "message": STRING})},
                                 {"request_id": STRING}),
-        "Health": record({"status": STRING}, {"model": STRING, "sidecars": OBJECT, "queue": OBJECT}),
+        "Health": record(
+            {"status": STRING},
+            {"model": STRING, "sidecars": OBJECT, "queue": OBJECT, "requests": listed(OBJECT), "memory": OBJECT},
+        ),
         "Model": model,
         "Models": record({"data": listed(ref("Model"))}),
         "Sampling": record({}, {**_sampling(limits), "stop": _stop(limits)}),

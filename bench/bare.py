@@ -2,13 +2,14 @@
 
 Reads a JSON object a line and writes one: for `{"do": "answer", "prompt", "tokens"}` when each token came, in seconds
 of the system's monotonic clock; for `{"do": "shared", "prompts", "tokens"}` the seconds of the processor and of the
-wall that sessions of these prompts took together, and one after the other.
+wall that a token of every session took, all together and one after the other: medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from ds4.server.request import ServedEngine
 from ds4.server.warm import warm_up
 
 GREEDY = Sampling()
-WARM = 2  # passes of a new set of sessions before the clock runs: they capture its graphs
+WARM = 3  # passes of a new set of sessions before the clock runs: they capture its graphs
 
 
 def answer(engine: Engine, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
@@ -43,16 +44,18 @@ def shared(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> dic
         "together": lambda s: _together(engine, s),
         "apart": _apart,
     }
-    spent = {name: [0.0, 0.0] for name in ways}
+    wall_s, cpu_s = ({name: list[float]() for name in ways} for _ in range(2))
     for i in range(WARM + tokens):
-        for name, way in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
+        for name, way in list(ways.items())[:: 1 if i % 2 else -1]:
+            engine.device.sync()  # what a pass left for later is not the next one's
+            wall_0, cpu_0 = time.perf_counter(), time.process_time()
             way(sets[name])
             if i >= WARM:
-                spent[name][0] += time.perf_counter() - wall
-                spent[name][1] += time.process_time() - cpu
+                wall_s[name].append(time.perf_counter() - wall_0)
+                cpu_s[name].append(time.process_time() - cpu_0)
     same = all(a.tokens == b.tokens for a, b in zip(sets["together"], sets["apart"]))
-    return {"wall_s": {n: s[0] for n, s in spent.items()}, "cpu_s": {n: s[1] for n, s in spent.items()}, "same": same}
+    wall, cpu = ({name: statistics.median(times) for name, times in s.items()} for s in (wall_s, cpu_s))
+    return {"wall_s": wall, "cpu_s": cpu, "same": same}
 
 
 def _read(engine: Engine, ids: Sequence[int]) -> Session:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -59,9 +60,12 @@ class Other:
         self.process = subprocess.Popen([sys.executable, *command], text=True, env=env, **kw)
 
     def cpu_s(self) -> float:
-        """Seconds of the processor so far, of all its threads."""
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        """Seconds of the processor so far, of all its threads that live: those of a pool do until it ends."""
+        spent = 0
+        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                spent += int((thread / "schedstat").read_text().split()[0])
+        return spent / 1e9
 
     def end(self) -> None:
         self.process.terminate()
@@ -330,24 +334,24 @@ def measure(
             overhead(server, bare, short[:4], 2 * args.tokens, pair)
         if "shared" in what:
             for n, runs in passes.items():
-                runs.append(bare.ask(do="shared", prompts=short[:n], tokens=args.tokens // 2))
+                runs.append(bare.ask(do="shared", prompts=short[:n], tokens=max(1, args.tokens // 2)))
     report: dict[str, Any] = {"model": str(args.model or "embedded"), "driver": bare.driver, "rounds": args.rounds}
     report["load"] = {n: found.report() for n, found in loads.items() if found.rates}
     report["stall"] = {k: statistics.median(s[k] for s in stalls) for k in stalls[0]} if stalls else {}
     if stalls:
         report["stall"]["most_chunks_between"] = max(s["most_chunks_between"] for s in stalls)
     report["overhead"] = pair.report() if pair.cpu["bare"] else {}
-    report["shared"] = {n: _ratios(runs, args.tokens // 2) for n, runs in passes.items() if runs}
+    report["shared"] = {n: _ratios(runs) for n, runs in passes.items() if runs}
     return report
 
 
-def _ratios(runs: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def _ratios(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Shared passes over passes apart, and milliseconds of a shared one."""
     found: dict[str, Any] = {"same": all(run["same"] for run in runs)}
     for clock in ("wall_s", "cpu_s"):
         of = [run[clock]["together"] / run[clock]["apart"] for run in runs]
         found[clock.replace("_s", "_over_apart")] = round(statistics.median(of), 3)
-    found["pass_ms"] = round(statistics.median(1e3 * run["wall_s"]["together"] / tokens for run in runs), 2)
+    found["pass_ms"] = round(statistics.median(1e3 * run["wall_s"]["together"] for run in runs), 2)
     return found
 
 

@@ -61,15 +61,23 @@ class Other:
 
     def cpu_s(self) -> float:
         """Seconds of the processor so far, of all its threads that live: those of a pool do until it ends."""
-        spent = 0
+        spent = 0.0
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
-                spent += int((thread / "schedstat").read_text().split()[0])
-        return spent / 1e9
+                spent += _cpu_s(thread)
+        return spent
+
+    def main_cpu_s(self) -> float:
+        """Of its first thread: a server's event loop."""
+        return _cpu_s(Path(f"/proc/{self.process.pid}/task/{self.process.pid}"))
 
     def end(self) -> None:
         self.process.terminate()
         self.process.wait(60)
+
+
+def _cpu_s(thread: Path) -> float:
+    return int((thread / "schedstat").read_text().split()[0]) / 1e9
 
 
 class Bare(Other):
@@ -207,16 +215,19 @@ async def stall(server: Server, short: Sequence[Sequence[int]], long: Sequence[i
 
 @dataclass
 class Pair:
-    """Server and bare engine on the same requests: seconds a token, by round."""
+    """Server and bare engine on the same requests: seconds a token, by round; `loop`: of the server's event loop."""
 
     cpu: dict[str, list[float]] = field(default_factory=lambda: {"server": [], "bare": []})
     wall: dict[str, list[float]] = field(default_factory=lambda: {"server": [], "bare": []})
+
+    loop: list[float] = field(default_factory=list)
 
     def report(self) -> dict[str, float]:
         cpu, wall = ({k: statistics.median(v) for k, v in d.items()} for d in (self.cpu, self.wall))
         ratios = [a / b for a, b in zip(self.cpu["server"], self.cpu["bare"])]
         found = {f"{k}_cpu_ms": 1e3 * v for k, v in cpu.items()} | {f"{k}_wall_ms": 1e3 * v for k, v in wall.items()}
         found |= {"cpu_overhead": statistics.median(ratios) - 1, "wall_overhead": wall["server"] / wall["bare"] - 1}
+        found["loop_cpu_ms"] = 1e3 * statistics.median(self.loop)
         return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -224,19 +235,21 @@ def overhead(server: Server, bare: Bare, prompts: Sequence[Sequence[int]], token
     """One round, prompt by prompt in turns."""
     spent = {"server": 0.0, "bare": 0.0}
     between: dict[str, list[float]] = {"server": [], "bare": []}
-    n = {"server": 0, "bare": 0}
+    n, loop = {"server": 0, "bare": 0}, 0.0
     for i, prompt in enumerate(prompts):
         for who in ("server", "bare") if i % 2 else ("bare", "server"):
             process: Other = server if who == "server" else bare
-            before = process.cpu_s()
+            before, main = process.cpu_s(), process.main_cpu_s()
             if who == "server":
                 reply = asyncio.run(server.stream(prompt, tokens))
                 at, n[who] = reply.at, n[who] + reply.tokens
+                loop += process.main_cpu_s() - main
             else:
                 at = bare.ask(do="answer", prompt=list(prompt), tokens=tokens)["at"]
                 n[who] += len(at)
             between[who] += gaps(at)
             spent[who] += process.cpu_s() - before
+    found.loop.append(loop / n["server"])
     for who in spent:
         found.cpu[who].append(spent[who] / n[who])
         found.wall[who].append(statistics.median(between[who]))
@@ -371,8 +384,9 @@ def show(report: dict[str, Any]) -> None:
     if o := report["overhead"]:
         print(
             f"a token of the server over one of the bare engine: CPU {o['server_cpu_ms']:.2f} over "
-            f"{o['bare_cpu_ms']:.2f} ms, {100 * o['cpu_overhead']:+.1f} %; wall {o['server_wall_ms']:.2f} over "
-            f"{o['bare_wall_ms']:.2f} ms, {100 * o['wall_overhead']:+.1f} %"
+            f"{o['bare_cpu_ms']:.2f} ms, {100 * o['cpu_overhead']:+.1f} %, {o['loop_cpu_ms']:.2f} ms of it the event "
+            f"loop's; wall {o['server_wall_ms']:.2f} over {o['bare_wall_ms']:.2f} ms, "
+            f"{100 * o['wall_overhead']:+.1f} %"
         )
     for n, row in report["shared"].items():
         print(

@@ -131,7 +131,8 @@ def test_the_released_model_by_its_table() -> None:
     read = sum(n for name, n in table.items() if not name.startswith(("engram.", "v.")))
     assert small["weights"] + small["draft_head"] == pytest.approx(read, rel=0.005)
     assert large["state"] > 50 * small["state"]
-    assert two["state"] == 2 * small["state"] and small["scratch"] <= two["scratch"] < 1.03 * small["scratch"]  # eight rows, not six
+    assert two["state"] == 2 * small["state"]
+    assert small["scratch"] <= two["scratch"] < 1.03 * small["scratch"]  # shared passes have eight rows, not six
     wide = released(4096, block=0, chunk=2048)
     assert wide["draft_head"] == 0 and wide["scratch"] > 2 * small["scratch"]
     for found in (small, large, two):

@@ -256,7 +256,7 @@ def test_refused_sent_away_and_ended(caplog: pytest.LogCaptureFixture) -> None:
         assert told["error"]["code"] == "no_memory" and "400 MB are available" in told["error"]["message"]
         (stays,) = server.worker.turns.runs
         assert stays.number == 1
-        until(lambda: samples(server)["ds4_memory_available_bytes",] == mb(900))  # the look after the one that ended it
+        until(lambda: samples(server)["ds4_memory_available_bytes",] == mb(900))  # the next look
         found = samples(server)
         assert found["ds4_memory_low",] == 2 and found["ds4_memory_floor_bytes",] == FLOOR
         assert found["ds4_memory_relief_total", REFUSE] == 1 and found["ds4_memory_relief_total", END] == 1

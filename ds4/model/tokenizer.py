@@ -57,6 +57,10 @@ WORDS = (
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Where every text is cut by these, whatever comes before or behind: a long one can be encoded piece by piece.
+CUTS = re.compile(r"(?<=[A-Za-z])(?=[ \n\t\r0-9])|(?<=[\u4e00-\u9fa5])(?=[ -\u00ff\u3000-\u3003])")
+PIECE = 1 << 15  # characters
+
 
 @dataclass(frozen=True)
 class Special:
@@ -260,8 +264,13 @@ class Tokenizer:
     def is_added(self, i: int) -> bool:
         return i in self._added_ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Text to ids, added tokens off: whatever it spells, it stays text.
+
+        Long texts are encoded in pieces, and other threads run meanwhile.
+
+        Args:
+            most: with more ids than that the rest of a long text is left out.
 
         Raises:
             RequestError: not a string, or one with a lone surrogate (it has no UTF-8).
@@ -274,15 +283,28 @@ class Tokenizer:
             raise RequestError(
                 f"text holds a lone surrogate U+{ord(text[e.start]):04X} at character {e.start}, which no text has"
             ) from e
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if len(text) <= PIECE:
+            short: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return short
+        ids: list[int] = []
+        at = 0
+        while at < len(text) and (most is None or len(ids) <= most):
+            end = _piece_end(text, at)
+            # of a batch the library lets other threads run, of one text not
+            (piece,) = self._backend.encode_batch([text[at:end]], add_special_tokens=False)
+            ids += piece.ids
+            at = end
         return ids
 
-    def encode_segments(self, segments: Iterable[Segment], spell_missing: bool = False) -> list[int]:
+    def encode_segments(
+        self, segments: Iterable[Segment], spell_missing: bool = False, most: int | None = None
+    ) -> list[int]:
         """A prompt to ids: `Special`s become their token, all text between two of them is one piece.
 
         Args:
             spell_missing: write an added token that the vocabulary lacks as text (toy vocabularies) instead of
                 refusing.
+            most: with more ids than that the rest of a long prompt is left out.
 
         Raises:
             RequestError: as `encode`.
@@ -298,14 +320,16 @@ class Tokenizer:
             elif spell_missing and segment.name not in self.added:
                 stretch.append(segment.name)
             else:
-                ids += self._encode_stretch(stretch)
+                ids += self._encode_stretch(stretch, most)
                 stretch.clear()
                 ids.append(self.special_id(segment.name))
-        return ids + self._encode_stretch(stretch)
+                if most is not None and len(ids) > most:
+                    return ids
+        return ids + self._encode_stretch(stretch, most)
 
-    def _encode_stretch(self, parts: list[str]) -> list[int]:
+    def _encode_stretch(self, parts: list[str], most: int | None) -> list[int]:
         text = "".join(parts)
-        return self.encode(text) if text else []
+        return self.encode(text, most) if text else []
 
     def split_added(self, text: str) -> list[Segment]:
         """Cut trusted text (a template's own) at every added token it spells, leftmost and longest first."""
@@ -453,3 +477,14 @@ def _checked(tokenizer: Tokenizer, config: ModelConfig | None) -> Tokenizer:
                 f"{tokenizer.where}: {name} has id {tokenizer.added[name]}, the model's config says {i}"
             )
     return tokenizer
+
+
+def _piece_end(text: str, at: int) -> int:
+    """Where the piece that begins at `at` ends: at a place of CUTS, or where the text does."""
+    size = PIECE
+    while at + size < len(text):
+        ends = [m.start() for m in CUTS.finditer(text, at + size // 2, at + size) if m.start() > at]
+        if ends:
+            return ends[-1]
+        size *= 2
+    return len(text)

@@ -18,7 +18,7 @@ from ds4.model.tokenizer import ASSISTANT, END_THINK, THINK, Segment, Special
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Limits, ServedModel, Tools
 from ds4.server.shape import Shape
-from ds4.server.shared_fields import LATER, Asked, Names, generation_of
+from ds4.server.shared_fields import FAR, LATER, Asked, Names, generation_of
 from ds4.server.thinking import Thinking
 from ds4.server.tool_fields import check_results
 
@@ -68,15 +68,16 @@ class ChatForm:
                 told, thinking=self.thinking.on, effort=self.thinking.effort, tool_text=engine.tokenizer.tool_text
             )
 
-    def prompt(self, engine: ServedModel) -> tuple[list[int], bool]:
-        """The prompt's ids, and whether the model goes on inside a reasoning block.
+    def prompt(self, engine: ServedModel, most: int | None = None) -> tuple[list[int], bool]:
+        """The prompt's ids (of more than `most` the first ones are enough), and whether the model goes on inside a
+        reasoning block.
 
         Raises:
             RequestError: as `segments`.
         """
         segments = self.segments(engine)
         with self._placed():
-            return engine.tokenizer.encode_segments(segments, spell_missing=True), _ends_in_reasoning(segments)
+            return engine.tokenizer.encode_segments(segments, True, most), _ends_in_reasoning(segments)
 
     def asked(self, fields: Fields, engine: ServedModel, limits: Limits, logprobs: int | None) -> Asked:
         """What a body with this chat asks for.
@@ -84,7 +85,7 @@ class ChatForm:
         Raises:
             RequestError: as `prompt` and `generation_of`.
         """
-        ids, in_reasoning = self.prompt(engine)
+        ids, in_reasoning = self.prompt(engine, FAR * engine.config.max_position_embeddings)
         generation = generation_of(
             fields, engine, limits, ids, self.names, in_reasoning=in_reasoning, logprobs=logprobs
         )

@@ -17,7 +17,7 @@ from ds4.server.chat_form import ChatForm
 from ds4.server.fields import Fields, naming
 from ds4.server.request import Generation, Limits, ServedModel
 from ds4.server.shape import read_shape, told_schema
-from ds4.server.shared_fields import LATER, Asked, Names, chat_logprobs, generation_of, with_usage
+from ds4.server.shared_fields import FAR, LATER, Asked, Names, chat_logprobs, generation_of, with_usage
 from ds4.server.thinking import thinking_of
 from ds4.server.tool_fields import read_tools
 
@@ -122,5 +122,6 @@ def _prompt_ids(prompt: Any, engine: ServedModel) -> list[int]:
         raise RequestError("the prompt is empty; it needs at least one token")
     tokenizer: Tokenizer = engine.tokenizer
     if isinstance(prompt, str):
-        return [engine.config.bos_token_id, *tokenizer.encode(prompt)]
+        ids = tokenizer.encode(prompt, FAR * engine.config.max_position_embeddings)
+        return [engine.config.bos_token_id, *ids]
     return [tokenizer.check_id(i) for i in prompt]

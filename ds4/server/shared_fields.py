@@ -20,6 +20,7 @@ from ds4.server.shape import Shape
 ID = re.compile("0|[1-9][0-9]{0,9}")
 LATER = "is not supported by this server"
 TOO_LONG = "context_length_exceeded"
+FAR = 2  # contexts: a prompt that is longer is not counted to its end
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def generation_of(
     context = engine.config.max_position_embeddings
     room = context - len(ids)
     if room < 1:
-        told = names.too_long.format(context=context, n=len(ids), most=context - 1)
+        n = len(ids) if len(ids) <= FAR * context else f"more than {FAR * context}"
+        told = names.too_long.format(context=context, n=n, most=context - 1)
         raise RequestError(told, names.prompt, TOO_LONG)
     most = _max_tokens(fields, context, len(ids), names.most) or default_max or room
     return Generation(

@@ -3,7 +3,10 @@
 import hashlib
 import json
 import random
+import threading
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import FileFormatError, RequestError
+from ds4.model import tokenizer as module
 from ds4.model.config import ModelConfig
 from ds4.model.tokenizer import (
     BOS,
@@ -268,3 +272,49 @@ def test_a_vocabulary_of_another_model_is_refused() -> None:
         Tokenizer.from_parts(tokens, [])
     with pytest.raises(FileFormatError, match="cannot be read"):
         Tokenizer.from_file(DATA / "oracle-a" / "absent.json")
+
+
+PARTS = [
+    "a", "Word", "été", " ", "  ", "\n", "\r\n", "\t", "1", "2345", "中文", "。", "かな", "!", "'s", "{", "\u0301",
+    "🙂", "x\u200d", "\u00a0",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=120).map("".join), st.integers(1, 24))
+@settings(max_examples=400, deadline=None)
+def test_a_text_in_pieces_is_the_whole_text(text: str, piece: int) -> None:
+    """Wherever the pieces end; some texts have no place to cut and are one piece."""
+    tokenizer = real()
+    whole = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", piece)
+        assert tokenizer.encode(text) == whole
+        assert tokenizer.encode_segments([text]) == whole
+        few = tokenizer.encode(text, most=3)
+        assert few == whole[: len(few)] and len(few) >= min(len(whole), 4)
+
+
+def test_long_texts_are_cut_and_let_other_threads_run() -> None:
+    tokenizer = real()
+    text = "a few words, and 12 more. " * 40_000  # a megabyte
+    ends, at = [], 0
+    while at < len(text):
+        at = module._piece_end(text, at)
+        ends.append(at)
+    assert len(ends) > 25 and max(b - a for a, b in pairwise([0, *ends])) <= module.PIECE
+    ticks, over = [time.monotonic()], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    ids = tokenizer.encode(text)
+    took = time.monotonic() - began
+    over.set()
+    thread.join()
+    assert tokenizer.decode(ids) == text
+    assert max(b - a for a, b in pairwise(ticks)) < max(0.25 * took, 0.1)
+    assert len(tokenizer.encode(text, most=1000)) < 20_000

@@ -414,3 +414,15 @@ def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: list[Any]
             assert str(e)
             continue
         assert g.prompt_ids and g.max_tokens >= 1 and len(g.prompt_ids) + g.max_tokens <= 500
+
+
+def test_a_prompt_that_is_far_too_long_is_not_counted_to_its_end() -> None:
+    """Its error has both numbers, the second one as a bound; others are answered meanwhile."""
+    with serve(StandIn(ids_of("ok"), config=StandInConfig(500))) as server:
+        refused = server.chat("some words, " * 250_000)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        told = refused.json()["error"]["message"]
+        assert "500" in told and "more than 1000" in told
+        assert "1000" not in server.chat("some words, " * 60).json()["error"]["message"]
+        long = server.post("/v1/completions", {"prompt": "some words, " * 250_000})
+        assert "more than 1000" in long.json()["error"]["message"]

@@ -29,6 +29,7 @@ def base() -> list[str]:
     return ["-m", str(toy_base("oracle-a")), "--engram-dir", str(toy_dir("oracle-a"))]
 
 
+@pytest.mark.long
 def test_tokens(base: list[str]) -> None:
     code, out, text = run(
         "tokens.py", *base, "--frontiers", "5,9", "--tokens", "2", "--runs", "1", "--profile", "--least-graph", "1e9"

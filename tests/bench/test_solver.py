@@ -1,5 +1,7 @@
 """bench/solver.py at a small size: what it checks holds, what it prints is there. No time is judged here."""
 
+import pytest
+
 from tests.bench.test_benches import run
 
 SMALL = ("--experts", "16", "--width", "64", "--rows", "2048", "--picks", "3", "--workers", "2")
@@ -19,6 +21,7 @@ def test_solver() -> None:
         assert name in text
 
 
+@pytest.mark.long
 def test_solver_text() -> None:
     """The embedded model's own rows: every rule takes error away on text that it did not see."""
     code, out, text = run("solver_text.py", "--domains", "code", "--fit", "700", "--judge", "400", "--rows", "512")

@@ -156,8 +156,17 @@ def memory_for(model: str, nbytes: int) -> list[str]:
 
 def available_memory() -> int | None:
     """MemAvailable: page cache counts as free."""
+    return _meminfo("MemAvailable:")
+
+
+def total_memory() -> int | None:
+    """MemTotal, in bytes; None: nobody can say."""
+    return _meminfo("MemTotal:")
+
+
+def _meminfo(name: str) -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), None)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ds4.engine import Engine
 
 Progress = Callable[[int, int], None]
+MOST_CHUNK = 32_768  # temporaries of the released model take 20 GB then
+MOST_MB = 1 << 30  # a petabyte
 
 
 def add_model_flags(
@@ -27,19 +29,24 @@ def add_model_flags(
     what others mount, beside a server.
     """
     which = "the base file (.gguf)" + (" (default: the embedded model's)" if embedded else "")
-    p.add_argument("-m", "--model", required=not (embedded or optional), metavar="BASE", help=which)
-    p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
-    p.add_argument("--zchain", metavar="DIR", help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin")
+    p.add_argument("-m", "--model", type=some_text, required=not (embedded or optional), metavar="BASE", help=which)
+    p.add_argument(
+        "--engram-dir", type=some_text, metavar="D", help="where the two n-gram shards lie (default: beside the base)"
+    )
+    p.add_argument(
+        "--zchain", type=some_text, metavar="DIR",
+        help="mount a domain's sidecar: a folder of gr_Lnn.bin and rb_Lnn.bin",
+    )  # fmt: skip
     if not nightly:
         p.add_argument(
-            "--posttrain", metavar="DIR",
+            "--posttrain", type=some_text, metavar="DIR",
             help="mount a post-training folder, solved on that sidecar; of `ds4 nightly`'s folder, the current night",
         )  # fmt: skip
     p.add_argument("--activations", choices=("bf16", "f32"), default="bf16", help="rounding between blocks")
     p.add_argument("--kv", choices=("fp4", "f32"), default="fp4", help="how caches are stored")
     p.add_argument("--prefill", choices=("full", "replay"), default=prefill, help=f"default here: {prefill}")
     p.add_argument("--index-keys", choices=("owner", "released"), default="owner", help="index keys of decode")
-    p.add_argument("--chunk", type=at_least_1, default=512, metavar="N", help="positions a prefill pass (same bits)")
+    p.add_argument("--chunk", type=_chunk, default=512, metavar="N", help="positions a prefill pass (same bits)")
     p.add_argument("--no-graph", action="store_true", help="launch every kernel of a step directly (same bits)")
     if drafts:
         p.add_argument("--no-dspark", action="store_true", help="no drafts: a token a pass (docs/sampling.md)")
@@ -54,6 +61,28 @@ def add_model_flags(
         else "refuse a model larger than this"
     )
     p.add_argument("--mem-budget-mb", type=at_least_1, metavar="N", help=budget)
+
+
+def some_text(text: str) -> str:
+    """A flag's value; an unset variable of a script is no path, and not the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; give it a value, or leave the flag away")
+    return text
+
+
+def between(low: int, high: int, text: str) -> int:
+    """A flag's value; argparse names the flag and exits with 2."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number") from None
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text:.80}: must be between {low} and {high}")
+    return value
+
+
+def _chunk(text: str) -> int:
+    return between(1, MOST_CHUNK, text)
 
 
 def at_least_1(text: str) -> int:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ds4 import __version__
+from ds4.cli.machine import total_memory
 from ds4.cli.main import guarded
-from ds4.cli.model_flags import add_model_flags, engine_of
+from ds4.cli.model_flags import MOST_MB, add_model_flags, engine_of, some_text
 from ds4.constrain import Compiler
 from ds4.errors import Ds4Error, FileFormatError, UsageError
 from ds4.model.tokenizer import RELEASED_SIZE
@@ -77,24 +78,33 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Any flag may stand in ds4.toml under the same name (in --dir, then in ~/.config/ds4); flags win.",
     )
     p.add_argument("--version", action="version", version=f"ds4 {__version__}")
-    p.add_argument("--dir", metavar="D", help="where ds4.toml is looked for first")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    p.add_argument("--dir", type=some_text, metavar="D", help="where ds4.toml is looked for first")
+    p.add_argument("--host", type=some_text, default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one, printed")
-    p.add_argument("--api-key", metavar="K", help="ask every request for this key; needed on other hosts")
     p.add_argument(
-        "--api-key-file", metavar="FILE", help="the same, the key being in FILE, which nobody else can read"
+        "--api-key", type=some_text, metavar="K", help="ask every request for this key; needed on other hosts"
     )
+    p.add_argument(
+        "--api-key-file", type=some_text, metavar="FILE",
+        help="the same, the key being in FILE, which nobody else can read",
+    )  # fmt: skip
     p.add_argument("--cors", metavar="ORIGIN", help="let pages of ORIGIN (or *) call the server; without: none")
     p.add_argument(
-        "--admin-key", metavar="FILE", help="take orders on /admin/ with the key in FILE, made if it is not there"
-    )
-    p.add_argument("--reports", metavar="DIR", help="show the reports in DIR on the page /reports (docs/page.md)")
+        "--admin-key", type=some_text, metavar="FILE",
+        help="take orders on /admin/ with the key in FILE, made if it is not there",
+    )  # fmt: skip
+    p.add_argument(
+        "--reports", type=some_text, metavar="DIR",
+        help="show the reports in DIR on the page /reports (docs/page.md)",
+    )  # fmt: skip
     p.add_argument(
         "--sessions", type=int, default=SESSIONS, metavar="N",
         help=f"requests answered at a time, 1 to {MAX_SESSIONS} (default {SESSIONS})",
     )  # fmt: skip
     p.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
-    p.add_argument("--log-requests", metavar="DIR", help="keep requests and answers there (docs/posttraining.md)")
+    p.add_argument(
+        "--log-requests", type=some_text, metavar="DIR", help="keep requests and answers there (docs/posttraining.md)"
+    )
     p.add_argument("--log-days", type=int, metavar="N", help=f"of the last N days, today too (default {LOG_DAYS})")
     p.add_argument("--log-format", choices=FORMATS, default="text", help="lines of the log (default text)")
     p.add_argument(
@@ -118,8 +128,9 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of the host, for what prompts leave (default {PREFIX_MEMORY_MB})",
     )  # fmt: skip
     p.add_argument(
-        "--prefix-dir", metavar="DIR", help="keep it in DIR too, where prompts can be read; without: nowhere"
-    )
+        "--prefix-dir", type=some_text, metavar="DIR",
+        help="keep it in DIR too, where prompts can be read; without: nowhere",
+    )  # fmt: skip
     p.add_argument(
         "--prefix-disk-mb", type=int, metavar="N", help=f"of that folder, at most (default {PREFIX_DISK_MB})"
     )
@@ -160,10 +171,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--log-days says how long requests are kept, but nothing keeps any: give --log-requests DIR")
     if args.log_days is not None and not 1 <= args.log_days <= MOST_LOG_DAYS:
         raise UsageError(f"--log-days {args.log_days}: must be between 1 and {MOST_LOG_DAYS}")
-    if args.api_key is not None and not args.api_key.strip():
-        raise UsageError("--api-key is empty; leave it away to ask for none")
-    if args.admin_key is not None and not args.admin_key.strip():
-        raise UsageError("--admin-key is empty; leave it away to take no orders")
     if args.api_key_file is not None:
         if args.api_key is not None:
             raise UsageError("--api-key and --api-key-file are two ways to give one key: leave one of them out")
@@ -176,18 +183,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         check_origin(args.cors)
     if args.stall_seconds < 1:
         raise UsageError(f"--stall-seconds {args.stall_seconds}: must be at least 1")
-    if args.prefix_memory_mb < 0:
-        raise UsageError(f"--prefix-memory-mb {args.prefix_memory_mb}: must be at least 0")
+    there = total_memory()
+    most = max(PREFIX_MEMORY_MB, MOST_MB if there is None else there >> 20)
+    if not 0 <= args.prefix_memory_mb <= most:
+        raise UsageError(f"--prefix-memory-mb {args.prefix_memory_mb}: must be between 0 and {most}")
     if args.prefix_dir is not None and args.prefix_reuse == "off":
         raise UsageError(
             "--prefix-dir keeps what prompts leave, and --prefix-reuse off keeps nothing: leave one away"
         )
     if args.prefix_disk_mb is not None and args.prefix_dir is None:
         raise UsageError("--prefix-disk-mb says how much is kept on disk, but nothing is: give --prefix-dir DIR")
-    if args.prefix_disk_mb is not None and args.prefix_disk_mb < 1:
-        raise UsageError(f"--prefix-disk-mb {args.prefix_disk_mb}: must be at least 1")
-    if args.memory_floor_mb < 0:
-        raise UsageError(f"--memory-floor-mb {args.memory_floor_mb}: must be at least 0")
+    if args.prefix_disk_mb is not None and not 1 <= args.prefix_disk_mb <= MOST_MB:
+        raise UsageError(f"--prefix-disk-mb {args.prefix_disk_mb}: must be between 1 and {MOST_MB}")
+    most = MOST_MB if there is None else there >> 20
+    if not 0 <= args.memory_floor_mb < most:  # with more nobody would ever be answered
+        raise UsageError(
+            f"--memory-floor-mb {args.memory_floor_mb}: must be at least 0, and less than this machine's {most} MB"
+        )
     if args.oom_score_adj is not None and not -1000 <= args.oom_score_adj <= 1000:
         raise UsageError(f"--oom-score-adj {args.oom_score_adj}: must be between -1000 and 1000")
     return args

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -101,11 +101,16 @@ def make_app(
     app.add_exception_handler(HTTPException, _route_error)
     app.add_exception_handler(Ds4Error, _own_error)
     app.add_exception_handler(Exception, _own_error)
-    own = {route.path for route in app.routes if isinstance(route, APIRoute) and "{" not in route.path}
+    routed = [route for route in app.routes if isinstance(route, APIRoute)]
     return Edge(
         app, {} if connections is None else connections, api_key, limits, admin_key, cors=cors,
-        answered=lambda path, method, status: metrics.answered(path if path in own else OTHER, method, status),
+        answered=lambda path, method, status: metrics.answered(label(path, routed), method, status),
     )  # fmt: skip
+
+
+def label(path: str, routed: Sequence[APIRoute]) -> str:
+    """What metrics call a path: its route's template, so that no client can make the page grow; else OTHER."""
+    return next((route.path_format for route in routed if route.path_regex.match(path)), OTHER)
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

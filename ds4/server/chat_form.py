@@ -60,7 +60,7 @@ class ChatForm:
             _, images = prepare(self.messages)
             if images:
                 where = self.names.prompt
-                raise RequestError(f"{where}: images {LATER}", where, "unsupported_parameter")
+                raise RequestError(f"{where}: an image {LATER}", where, "unsupported_parameter")
             _check_content(self.messages)
             check_results(self.messages)
             told = attach_tools(self.messages, None if self.tools is None else list(self.tools.declared))

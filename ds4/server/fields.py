@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ds4.constrain.schema import lone_surrogate
 from ds4.errors import RequestError
 
 MOST_DEEP = 256  # levels of what is written again
+MOST_DIGITS = 300  # of a number that certainly has a float
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # only such an escape can make a lone surrogate
 
 
 def parse_object(body: bytes) -> Fields:
     """The body of a request as an object.
 
     Raises:
-        RequestError: not UTF-8, not JSON (NaN and Infinity are none), nested too deep, not an object, or with a
-            number too large to be written again.
+        RequestError: not UTF-8, not JSON (NaN and Infinity are none), nested too deep, not an object, with a
+            number too large to be written again, or with a lone surrogate, which no text has.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
     except UnicodeDecodeError as e:
         raise RequestError(f"the body is not UTF-8: byte {e.start}", code="invalid_json") from e
     except RecursionError as e:
@@ -30,7 +34,31 @@ def parse_object(body: bytes) -> Fields:
         raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, is {kind_of(value)}", code="invalid_json")
+    if _HALF.search(body):
+        _refuse_surrogates(value)
     return Fields(value)
+
+
+def _refuse_surrogates(body: dict[str, Any]) -> None:
+    """Names the field, and the place in it."""
+    left: list[tuple[str | None, str, Any]] = [(None, "", body)]
+    for field, place, value in left:  # which grows meanwhile
+        if isinstance(value, dict):
+            for key, one in value.items():
+                if lone := lone_surrogate(key):
+                    where = f"{place or 'the body':.200}"
+                    raise RequestError(f"{where} has a name with a lone surrogate, {lone}, which no text has", field)
+                left.append((field or key, f"{place}.{key}" if place else key, one))
+        elif isinstance(value, list):
+            left += ((field, f"{place}[{i}]", one) for i, one in enumerate(value))
+        elif isinstance(value, str) and (lone := lone_surrogate(value)):
+            raise RequestError(f"{place:.200} holds a lone surrogate, {lone}, which no text has", field)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        _finite(digits)
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

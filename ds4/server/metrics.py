@@ -73,7 +73,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def answered(self, path: str, method: str, status: int) -> None:
-        """An answer began; `path` is one of the server's or OTHER."""
+        """An answer began; `path` is a route's template or OTHER."""
         self._answers.labels(path, method if method in METHODS else OTHER, str(status)).inc()
 
     def begin(self, job: Job, path: str) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -67,9 +68,28 @@ def test_what_never_became_a_request_is_an_answer_only() -> None:
             server.get(f"/v1/models/{i}")
         found = samples(server)
         assert found["ds4_http_responses_total", "POST", CHAT, "400"] == 1
-        assert found["ds4_http_responses_total", "GET", "other", "404"] == 6
+        assert found["ds4_http_responses_total", "GET", "other", "404"] == 3
+        assert found["ds4_http_responses_total", "GET", "/v1/models/{name}", "404"] == 3
         assert not [key for key in found if key[0] == "ds4_requests_total"]
         assert samples(server)["ds4_http_responses_total", "GET", "/metrics", "200"] == 1
+
+
+def test_paths_that_name_something_are_counted_as_their_route() -> None:
+    with serve(StandIn(ids_of("ok"))) as server:
+        made = server.post("/v1/responses", {"input": "hi"}).json()["id"]
+        assert server.get(f"/v1/responses/{made}").status_code == 200
+        assert server.get(f"/v1/responses/{made}/input_items").status_code == 200
+        assert httpx.delete(f"{server.url}/v1/responses/{made}").status_code == 200
+        name = server.get("/v1/models").json()["data"][0]["id"]
+        assert server.get(f"/v1/models/{name}").status_code == 200
+        found = samples(server)
+    one = "/v1/responses/{response_id}"
+    for method, path in (
+        ("GET", one), ("GET", one + "/input_items"), ("DELETE", one), ("GET", "/v1/models/{name}"),
+        ("POST", "/v1/responses"), ("GET", "/v1/models"),
+    ):  # fmt: skip
+        assert found["ds4_http_responses_total", method, path, "200"] == 1
+    assert not [key for key in found if made in key or "other" in key]
 
 
 def test_how_requests_end_badly() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ds4.cli.machine import total_memory
+from ds4.cli.model_flags import MOST_CHUNK, MOST_MB
 from ds4.cli.serve import parse, run
 from ds4.errors import CapacityError, Ds4Error, FileFormatError, UsageError
 from ds4.posttrain.log import read_log
@@ -57,16 +59,52 @@ def test_the_users_file_is_the_second_place(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "--api-key"),
         (["--host", "192.168.1.5"], "--api-key"),
         (["--host", "::"], "--api-key"),
-        (["--api-key", " "], "--api-key"),
-        (["--admin-key", " "], "--admin-key"),
         (["--port", "65536"], "--port"),
         (["--queue", "-1"], "--queue"),
         (["--memory-floor-mb", "-1"], "--memory-floor-mb"),
+        (["--memory-floor-mb", str((total_memory() or 0) >> 20)], "--memory-floor-mb .*less than this"),
+        (["--prefix-memory-mb", "9" * 20], "--prefix-memory-mb 9{20}: must be between 0 and"),
+        (["--prefix-dir", "p", "--prefix-disk-mb", "9" * 20], f"must be between 1 and {MOST_MB}"),
     ],
 )
 def test_wrong_flags_are_named(argv: list[str], names: str) -> None:
     with pytest.raises(UsageError, match=names):
         parse(["-m", "x.gguf", *argv])
+
+
+def test_a_floor_below_the_machines_memory() -> None:
+    most = ((total_memory() or 0) >> 20) - 1
+    assert parse(["-m", "x.gguf", "--memory-floor-mb", str(most)]).memory_floor_mb == most
+
+
+TEXTS = (
+    "model", "dir", "host", "api_key", "api_key_file", "admin_key", "reports", "prefix_dir", "log_requests",
+    "posttrain", "zchain", "engram_dir",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_empty_value_is_not_the_current_folder(
+    name: str, empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the command line and in the file."""
+    flag = "--" + name.replace("_", "-")
+    (tmp_path / "ds4.toml").write_text(f'{name} = "{empty}"\n')
+    ways = [[flag, empty], *([] if name == "dir" else [["--dir", str(tmp_path)]])]
+    for words in ways:
+        with pytest.raises(SystemExit) as e:
+            parse([*([] if name == "model" else ["-m", "x.gguf"]), *words])
+        assert e.value.code == 2 and re.search(f"{flag}: is empty", capsys.readouterr().err)
+
+
+def test_a_chunk_has_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["-m", "x.gguf", "--chunk", str(MOST_CHUNK)]).chunk == MOST_CHUNK
+    for wrong in (str(MOST_CHUNK + 1), "999999999", "0"):
+        with pytest.raises(SystemExit) as e:
+            parse(["-m", "x.gguf", "--chunk", wrong])
+        assert e.value.code == 2
+        assert f"--chunk: {wrong}: must be between 1 and {MOST_CHUNK}" in capsys.readouterr().err
 
 
 def test_a_budget_of_nothing_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

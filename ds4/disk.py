@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -17,3 +18,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def cache_fault(root: Path) -> str | None:
+    """Why the build cache cannot lie in the folder `root`; None: it can.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"build cache {root} is not a directory; set DS4_CACHE to one of your own"
+    if status.st_uid != os.getuid():
+        return (
+            f"build cache {root} belongs to user {status.st_uid}, not to you ({os.getuid()}): binaries of others "
+            "are not loaded; set DS4_CACHE to a directory of your own"
+        )
+    if status.st_mode & 0o077:
+        return (
+            f"build cache {root} has mode {stat.S_IMODE(status.st_mode):04o}: others could put binaries there; "
+            f"run: chmod 700 {root} (or set DS4_CACHE)"
+        )
+    return None

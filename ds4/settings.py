@@ -19,6 +19,7 @@ VARIANTS = ("fast", "check", "count")
 ORDERS = ("greedy", "rising", "falling")
 REPLAYS = ("recorded", "falling", "turns")
 CONFIG_NAME = "ds4.toml"
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
 SECTIONS = ("nightly",)  # tables of ds4.toml, each of a command of its own; the names before them are the server's
 
 
@@ -120,6 +121,14 @@ def read_config(
         raise UsageError(f"{path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path}: not valid TOML: {e}") from e
+    if section is None:
+        for key, value in raw.items():
+            if isinstance(value, dict) and key not in SECTIONS:
+                known_tables = ", ".join(f"[{s}]" for s in SECTIONS)
+                raise UsageError(
+                    f"{path}: [{key}] is a table; flags stand outside tables, above the first one, as name = value "
+                    f"(the only table is {known_tables})"
+                )
     table = {k: v for k, v in raw.items() if k not in SECTIONS} if section is None else raw.get(section, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {section} is {table!r}; expected a table, [{section}]")
@@ -134,7 +143,7 @@ def read_config(
         allowed = known[name]
         types = allowed if isinstance(allowed, tuple) else (allowed,)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            names = " or ".join(t.__name__ for t in types)
+            names = "a number" if float in types else " or ".join(KINDS[t] for t in types)
             raise UsageError(f"{path}: {key} is {value!r}; expected {names}")
         values[name] = value
     return values

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,15 +67,33 @@ def run(args: argparse.Namespace) -> int:
         state = fetch.look(ask, update=args.update, verify=args.verify)
         _print(args, folder, state)
         return 0
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise file_error(folder, e) from e
-    busy = f"another fetch (process {{pid}}) is at work in {folder}; wait for it and run the same command again"
-    with locked(folder / LOCK, busy), _bar() as bar:
+    with _folder(folder), _bar() as bar:
         state = fetch.run(ask, update=args.update, verify=args.verify, progress=bar)
     _print(args, folder, state)
     return 0
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Make the folder and hold its lock. What fails leaves neither, as far as they are empty."""
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    busy = f"another fetch (process {{pid}}) is at work in {folder}; wait for it and run the same command again"
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise file_error(folder, e) from e
+        with locked(folder / LOCK, busy):
+            try:
+                yield
+            except BaseException:
+                (folder / LOCK).unlink(missing_ok=True)
+                raise
+    except BaseException:
+        with suppress(OSError):  # what came stays, to go on with
+            for path in made:
+                path.rmdir()
+        raise
 
 
 def _ask(args: argparse.Namespace) -> Ask | None:

@@ -446,7 +446,8 @@ def run(argv: Sequence[str]) -> int:
         print("stopped" if service.stop(home) else "not running")
         return 0
     now = service.status(home)
-    print(now.json() if args.json else now.line())
+    where = str(home.root) if home.toml.is_file() else f"{home.root}, where nothing is installed"
+    print(now.json() if args.json else now.line() if now.state == "running" else f"{now.line()} ({where})")
     return 0 if now.state == "running" else 1
 
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds4.disk import cache_fault
 from ds4.settings import DeviceSettings
 
 MIN_PYTHON = (3, 11)
@@ -86,7 +87,19 @@ def check(folder: Path, settings: DeviceSettings, gpu: Gpu | None, no_gpu: str, 
         )
     if gpu is None:
         found += _processor() + _compiler(settings.cxx)
+    found += _cache(settings.cache)
     return found + _disk(folder, need_environment) + _memory(MIN_MEMORY, "building and running the embedded model")
+
+
+def _cache(root: Path) -> list[str]:
+    """Kernels are built into it, minutes later; where it is not there yet it is made as it has to be."""
+    try:
+        fault = cache_fault(root)
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        return [f"build cache {root}: cannot be looked at ({e.strerror}); set DS4_CACHE to a directory of your own"]
+    return [] if fault is None else [fault]
 
 
 def _processor() -> list[str]:

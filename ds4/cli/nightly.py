@@ -18,7 +18,7 @@ from ds4.cli.model_flags import add_model_flags, progress_bar
 from ds4.corpus.domain import Domain
 from ds4.errors import Ds4Error, UsageError
 from ds4.posttrain.borrow import Server
-from ds4.posttrain.log import existing_folder, parse_day
+from ds4.posttrain.log import days, existing_folder, parse_day
 from ds4.settings import config_dirs, device_settings, read_config, user_units
 from rulers.endings import PROMPTS, load_prompts
 from solvers.nightly import timer
@@ -300,7 +300,17 @@ def _run(args: argparse.Namespace) -> int:
         print(f"{night.day}: rejected, {outcome.reason}\n{outcome.report}")
     else:
         print(f"nothing to do: {outcome.reason}")
+    if outcome.event == "nothing to do" and args.day is None and (hint := _today(night)):
+        _say(hint)
     return outcome.code
+
+
+def _today(night: Night) -> str:
+    """Where a first try on the day itself finds its requests; empty: the day asked for has some, or this one none."""
+    today, found = date.today(), days(night.log)
+    if today == night.day or night.day in found or today not in found:
+        return ""
+    return f"{today} has requests already: ds4 nightly run --day {today} takes these"
 
 
 def _terminated(*_: object) -> None:

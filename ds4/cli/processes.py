@@ -125,17 +125,28 @@ def locked(path: Path, busy: str, wait_s: float = 0.0) -> Iterator[None]:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     holder = os.pread(handle, 32, 0).decode(errors="replace").strip()
                     raise Ds4Error(busy.replace("{pid}", holder or "unknown")) from None
                 time.sleep(0.05)
+                continue
+            if _names(path, handle):
+                break
+            os.close(handle)  # who held it removed it: another file may have the name by now
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
+
+
+def _names(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def write_file(path: Path, text: str, mode: int = 0o600) -> None:

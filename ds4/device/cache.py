@@ -15,10 +15,10 @@ import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ds4.disk import cache_fault
 from ds4.errors import DeviceError
 
 MANIFEST = "entry.json"
@@ -36,21 +36,11 @@ class Cache:
         self.root = root
         try:
             root.mkdir(parents=True, mode=0o700, exist_ok=True)
-            status = root.lstat()
+            fault = cache_fault(root)
         except OSError as e:
             raise _unwritable(root, e) from e
-        if not stat.S_ISDIR(status.st_mode):
-            raise DeviceError(f"build cache {root} is not a directory; set DS4_CACHE to one of your own")
-        if status.st_uid != os.getuid():
-            raise DeviceError(
-                f"build cache {root} belongs to user {status.st_uid}, not to you ({os.getuid()}): binaries of others "
-                f"are not loaded; set DS4_CACHE to a directory of your own"
-            )
-        if status.st_mode & 0o077:
-            raise DeviceError(
-                f"build cache {root} has mode {stat.S_IMODE(status.st_mode):04o}: others could put binaries there; "
-                f"run: chmod 700 {root} (or set DS4_CACHE)"
-            )
+        if fault is not None:
+            raise DeviceError(fault)
 
     def get(self, kind: str, key: str, build: Callable[[Path], None]) -> Path:
         """The directory of entry `key`, built now if it is absent or damaged.

@@ -152,6 +152,7 @@ def test_which_python_the_launchers_take(
     none = started([checkout / "bin" / launcher], env=at(None, home))
     assert none.returncode == 2 and none.stdout == ""
     assert none.stderr.startswith("error: ") and none.stderr.count("\n") == 1 and "install.sh" in none.stderr
+    assert "installation in another folder D: DS4_VENV=D/venv" in none.stderr
     wrong = started([checkout / "bin" / launcher], env=at(str(given), home))
     assert wrong.returncode == 2 and f"DS4_VENV={given} has no bin/python" in wrong.stderr
     installed = stub(home / ".local" / "share" / "ds4" / "venv")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,17 +77,20 @@ def test_the_given_directory_comes_before_the_users() -> None:
     ("text", "says"),
     [
         ("prot = 1", "unknown key 'prot'; known are host, mem-budget-mb, port"),
-        ("[server]\nport = 1", "unknown key 'server'"),
-        ("port = 'x'", "port is 'x'; expected int"),
-        ("port = true", "port is True; expected int"),
-        ("thinking = 1", "thinking is 1; expected bool"),
-        ("temp = 'hot'", "temp is 'hot'; expected int or float"),
+        (
+            "[server]\nport = 1",
+            "[server] is a table; flags stand outside tables, above the first one, as",
+        ),
+        ("port = 'x'", "port is 'x'; expected a whole number"),
+        ("port = true", "port is True; expected a whole number"),
+        ("thinking = 1", "thinking is 1; expected true or false"),
+        ("temp = 'hot'", "temp is 'hot'; expected a number"),
         ("mem-budget-mb = 1\nmem_budget_mb = 2", "given twice"),
         ("port = ", "not valid TOML"),
     ],
 )
 def test_a_bad_file_is_one_error_that_names_it(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as caught:
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
         read_config(KNOWN, [put(tmp_path, text)])
     assert str(tmp_path / "ds4.toml") in str(caught.value)
 

@@ -295,6 +295,20 @@ def test_what_is_refused(
     where = [] if "--endpoint" in words else ["--endpoint", hub.url]
     assert ds4(["fetch", *words, *where]) == code
     assert said in capsys.readouterr().err and hub.asked == []
+    assert [p.name for p in tmp_path.iterdir()] == ["LICENSE"]
+
+
+def test_a_fetch_that_fails_leaves_no_folder_and_no_lock(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = tmp_path / "a" / "b"
+    failing = ["fetch", "someone/none", "--endpoint", hub.url, "--to"]
+    assert ds4([*failing, str(below)]) == 1 and list(tmp_path.iterdir()) == []
+    below.mkdir(parents=True)  # it was there before: it stays
+    assert ds4([*failing, str(below)]) == 1 and list(below.iterdir()) == []
+    with locked(below / LOCK, ""):  # somebody else's
+        assert ds4([*failing, str(below)]) == 1 and (below / LOCK).exists()
+    assert "another fetch" in capsys.readouterr().err
 
 
 def test_records_that_cannot_be_read(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

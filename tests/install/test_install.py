@@ -75,7 +75,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert run(tmp_path / "d", "--no-such-flag").returncode == 2
     assert run(tmp_path / "d", "--port", "0").returncode == 2
     done = run(tmp_path / "d", "status")
-    assert (done.returncode, done.stdout) == (1, "stopped\n")
+    assert (done.returncode, done.stdout) == (1, f"stopped ({tmp_path / 'd'}, where nothing is installed)\n")
     assert run(tmp_path / "d", "stop").stdout == "not running\n"
     done = run(tmp_path / "d", "start")
     assert done.returncode == 2 and "nothing is installed" in done.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +56,55 @@ def test_drivers(tmp_path: Path) -> None:
     said = findings(tmp_path, replace(CPU, driver="nvidia"))
     assert "DS4_DRIVER=nvidia" in said and "no driver" in said
     assert machine.find_gpu(replace(CPU, driver="simt")) == (None, "DS4_DRIVER=simt asks for the CPU")
+
+
+def test_a_build_cache_that_others_can_write_is_said_first(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    asked = replace(CPU, cache=root)
+    assert findings(tmp_path, asked) == ""  # it will be made
+    root.mkdir(mode=0o755)
+    root.chmod(0o755)
+    assert f"build cache {root} has mode 0755" in findings(tmp_path, asked)
+    assert f"chmod 700 {root}" in findings(tmp_path, asked, Gpu(13, "GB10"))
+    root.chmod(0o700)
+    assert findings(tmp_path, asked) == ""
+    root.rmdir()
+    root.write_text("")
+    assert f"build cache {root} is not a directory" in findings(tmp_path, asked)
+    below = replace(CPU, cache=root / "below")
+    assert f"build cache {root / 'below'}: cannot be looked at" in findings(tmp_path, below)
+
+
+def test_a_lock_whose_file_its_holder_removed_is_taken_anew(tmp_path: Path) -> None:
+    """Else whoever waited would hold a file without a name, and the next one another."""
+    path, told = tmp_path / "lock", []
+
+    def wait() -> None:
+        with processes.locked(path, "busy", wait_s=30):
+            try:
+                with processes.locked(path, "busy"):
+                    told.append("two hold it")
+            except Ds4Error as e:
+                told.append(str(e))
+
+    with processes.locked(path, ""):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        deadline = time.monotonic() + 30
+        while opened(path) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        path.unlink()
+    waiting.join(30)
+    assert told == ["busy"]
+
+
+def opened(path: Path) -> int:
+    """How often this process has the file open."""
+    found = 0
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+            found += os.readlink(f"/proc/self/fd/{handle}") == str(path)
+    return found
 
 
 class Usage(NamedTuple):

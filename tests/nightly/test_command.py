@@ -19,8 +19,10 @@ import pytest
 
 from ds4 import embedded
 from ds4.cli import main, nightly, serve
+from ds4.posttrain.log import day_file
 from solvers.nightly.gates import Thresholds
 from solvers.nightly.home import Home
+from solvers.nightly.night import Outcome
 
 KEY = "0123456789abcdef0123"
 
@@ -206,6 +208,25 @@ def test_the_day_is_yesterday_and_the_domain_the_sidecars(tmp_path: Path) -> Non
     assert [t.domain for t in night.texts] == ["general", "code"]
     with pytest.raises(SystemExit):
         settled(*words, "--mem-budget-mb", "0")
+
+
+def test_a_night_without_requests_says_that_today_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, today = tmp_path / "log", date.today()
+    log.mkdir(mode=0o700)
+    monkeypatch.setattr(nightly, "run_night", lambda *_: Outcome("nothing to do", reason="none"))
+    words = ("run", "--dir", str(tmp_path), "--log", str(log), "--home", str(tmp_path / "H"), "-m", "a.gguf")
+    hint = f"{today} has requests already: ds4 nightly run --day {today} takes these\n"
+    for day, given, said in (
+        (None, (), ""), (today, (), hint), (today, ("--day", str(today)), ""),
+        (today - timedelta(days=1), (), ""),  # that of yesterday are there, and nothing came of them
+    ):  # fmt: skip
+        if day is not None:
+            day_file(log, day).write_text("{}\n")
+        assert main.run(["nightly", *words, *given]) == 0
+        told = capsys.readouterr()
+        assert (told.out, told.err) == ("nothing to do: none\n", said)
 
 
 # -- install --

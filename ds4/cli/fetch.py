@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds4.cli.model_flags import some_text
 from ds4.cli.processes import file_error, locked
 from ds4.errors import UsageError
 
@@ -33,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the base's repository, and its branch, tag or commit (default main); without it: what the folder's "
         "last run fetched",
     )  # fmt: skip
-    p.add_argument("--to", metavar="DIR", default=".", help="the folder (default: this one)")
+    p.add_argument("--to", type=some_text, metavar="DIR", default=".", help="the folder (default: this one)")
     p.add_argument(
         "--shards", metavar="OWNER/REPO[@REV]", default="",
         help="the checkpoint whose n-gram shards the base needs, or none (default: what the base's repository names "

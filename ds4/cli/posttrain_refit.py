@@ -16,7 +16,7 @@ from ds4 import embedded
 from ds4.base.codebook import Workers
 from ds4.base.reader import Base
 from ds4.cli.embedded_base import embedded_base
-from ds4.cli.model_flags import progress_bar
+from ds4.cli.model_flags import progress_bar, some_text
 from ds4.corpus.domain import Domain
 from ds4.engine import Engine
 from ds4.errors import UsageError
@@ -54,10 +54,14 @@ def add_parser(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     s.add_argument("--day", metavar="D", help="the day, 2026-11-30 (default: the newest of the log)")
     s.add_argument("--days", type=int, default=1, metavar="N", help="and days before it, N in all (default 1)")
     s.add_argument("-m", "--model", metavar="BASE", help="the base file (.gguf) (default: the embedded model's)")
-    s.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    s.add_argument(
+        "--engram-dir", type=some_text, metavar="D", help="where the two n-gram shards lie (default: beside the base)"
+    )
     s.add_argument("--teacher", metavar="CKPT", help="the original: a checkpoint folder (default: the embedded one)")
     s.add_argument("--arith", choices=ARITHMETICS, default="none", help="where the original rounds activations")
-    s.add_argument("--zchain", metavar="DIR", help="the sidecar that the folder is for (default: none)")
+    s.add_argument(
+        "--zchain", type=some_text, metavar="DIR", help="the sidecar that the folder is for (default: none)"
+    )
     s.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
     s.add_argument("--layers", choices=LAYERS, default="all", help="all layers in sequence, or the last one alone")
     s.add_argument(

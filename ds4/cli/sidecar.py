@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds4.base.reader import Base
+from ds4.cli.model_flags import some_text
 from ds4.sidecar.look import look, verify_folder
 from ds4.teacher.source import BaseSource
 from rulers.identity import model_fingerprint
@@ -43,8 +44,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     v.add_argument("folder", metavar="DIR", help="a folder of gr_Lnn.bin and rb_Lnn.bin")
     v.add_argument("-m", "--model", required=True, metavar="BASE", help="the base file (.gguf)")
-    v.add_argument("--zchain", metavar="DIR", help="the sidecar that a post-training folder is mounted on")
-    v.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    v.add_argument(
+        "--zchain", type=some_text, metavar="DIR", help="the sidecar that a post-training folder is mounted on"
+    )
+    v.add_argument(
+        "--engram-dir", type=some_text, metavar="D", help="where the two n-gram shards lie (default: beside the base)"
+    )
     v.add_argument("--json", action="store_true", help="print the findings as JSON")
     v.set_defaults(run=_verify)
 

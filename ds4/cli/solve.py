@@ -11,7 +11,7 @@ from ds4 import embedded
 from ds4.base.codebook import Workers
 from ds4.base.reader import Base
 from ds4.cli.embedded_base import embedded_base
-from ds4.cli.model_flags import progress_bar
+from ds4.cli.model_flags import progress_bar, some_text
 from ds4.corpus import Document
 from ds4.corpus.domain import Domain
 from ds4.engine import Engine
@@ -50,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="The folder appears when all layers are done. manifest.json has every figure, manifest.txt a table.",
     )
     s.add_argument("-m", "--model", metavar="BASE", help="the base file (.gguf) (default: the embedded model's)")
-    s.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    s.add_argument(
+        "--engram-dir", type=some_text, metavar="D", help="where the two n-gram shards lie (default: beside the base)"
+    )
     s.add_argument("--teacher", metavar="CKPT", help="the original: a checkpoint folder (default: the embedded one)")
     s.add_argument("--arith", choices=ARITHMETICS, default="none", help="where the original rounds activations")
     s.add_argument("--domain", required=True, metavar="NAME", help="a domain, or its folder")

@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 
 from ds4.cli.ids import model_ids
-from ds4.cli.model_flags import progress_bar
+from ds4.cli.model_flags import progress_bar, some_text
 from ds4.errors import UsageError
 from ds4.teacher.files import check_output, load_ids, save_results
 from ds4.teacher.numerics import ARITHMETICS
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("--index-keys", choices=INDEX_KEYS, default="owner", help="index keys of decoded positions")
     p.add_argument("--decode-from", type=int, metavar="P", help="positions >= P are decoded one at a time")
     p.add_argument("--streams", action="store_true", help="also write streams_LTSD and hash_rows_TGN")
-    p.add_argument("--engram-dir", metavar="D", help="where a base's engram shards lie")
+    p.add_argument("--engram-dir", type=some_text, metavar="D", help="where a base's engram shards lie")
     p.add_argument("--arrays", choices=("numpy", "cupy"), default="numpy", help="the array library that computes")
     p.add_argument("--json", action="store_true", help="print the summary as JSON")
     p.set_defaults(run=run)

@@ -7,7 +7,7 @@ import json
 import sys
 
 from ds4.base.verify import fingerprint, verify
-from ds4.cli.model_flags import progress_bar
+from ds4.cli.model_flags import progress_bar, some_text
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,7 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "ranges, padding.",
     )
     p.add_argument("path", metavar="BASE", help="a base file")
-    p.add_argument("--engram-dir", metavar="D", help="where the two n-gram shards lie (default: beside the base)")
+    p.add_argument(
+        "--engram-dir", type=some_text, metavar="D", help="where the two n-gram shards lie (default: beside the base)"
+    )
     p.add_argument("--json", action="store_true", help="print the findings as JSON")
     p.set_defaults(run=run)
 

@@ -259,6 +259,22 @@ def test_budgets_and_chunks_are_at_least_1(flag: str, value: str, capsys: pytest
     assert stopped.value.code == 2 and f"argument {flag}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fetch a/b --to", "verify x --engram-dir", "solve sidecar --engram-dir", "sidecar verify x --zchain",
+        "sidecar verify x --engram-dir", "teacher x --engram-dir", "estimate --posttrain", "posttrain refit --zchain",
+        "posttrain refit --engram-dir", "-m", "-m a.gguf --zchain",
+    ],
+)  # fmt: skip
+def test_an_empty_path_is_not_the_current_folder(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run([*words.split(), ""])
+    flag = words.split()[-1]
+    assert stopped.value.code == 2
+    assert f"{'-m/--model' if flag == '-m' else flag}: is empty" in capsys.readouterr().err
+
+
 def test_one_problem_is_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for found, said in ((["a"], "1 problem\n"), (["a", "b"], "2 problems\n")):
         monkeypatch.setattr("ds4.cli.preflight.preflight", lambda path, found=found: found)

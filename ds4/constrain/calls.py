@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds4.constrain.bounds import MOST_SCHEMAS, bounded, check_growth
 from ds4.constrain.content import json_rule
-from ds4.constrain.schema import SchemaFault, checked, fault_of, refusal, resolve, without
+from ds4.constrain.schema import SchemaFault, fault_of, refusal, resolve, without
 from ds4.constrain.texts import others, texts
 from ds4.errors import RequestError
 from ds4.model.tools import declaration
 
 MOST_TOOLS = 256
+MOST_GROWN = 2 * MOST_SCHEMAS  # of all tools' schemas together
 MOST_GRAMMAR = 1 << 20  # characters of the whole
 _NO_KEY = re.compile('["\x00-\x1f\x7f]')
 # of a tool's parameters as a whole: each parameter is held on its own, so what ties them together cannot be
@@ -58,6 +60,7 @@ def calls_grammar(calls: Calls, marker: int, complaint: Faults, *, lenient: bool
     mark = f"<[{marker}]>"
     rules: list[str] = []
     names: list[str] = []
+    grown = 0
     for i, tool in enumerate(calls.declared):
         told = declaration(tool, i)
         name = str(told["name"])
@@ -71,7 +74,10 @@ def calls_grammar(calls: Calls, marker: int, complaint: Faults, *, lenient: bool
         field = f"{calls.field}[{i}].{parameters}"
         try:
             before = len(rules)
+            if grown > MOST_GROWN:
+                raise SchemaFault("$ref", "#", f"the tools so far, written out, are more than {MOST_GROWN} schemas")
             body = _body(told.get("parameters"), i, mark, rules, complaint)
+            grown += check_growth(told.get("parameters"))
         except SchemaFault as e:
             if not lenient:
                 raise refusal(e, field) from e
@@ -99,7 +105,7 @@ def _names_only(schema: Any) -> dict[str, Any]:
 
 def _body(schema: Any, tool: int, mark: str, rules: list[str], complaint: Faults) -> str:
     """The parameters of tool number `tool`; their rules are added."""
-    schema = checked({} if schema is None else schema)
+    schema = bounded({} if schema is None else schema)
     root = schema
     if fault := complaint(schema):
         raise _of_compiler(fault, schema)
@@ -157,6 +163,10 @@ def _parameter(
         rules.append(f'TEXT_{suffix}: {raw} "</"')
         values.append(f'"true\\">" TEXT_{suffix}')
     rest = others(schema, root)
+    try:
+        check_growth(rest)  # with what was put beside its references
+    except SchemaFault as e:
+        raise SchemaFault(e.keyword, where[:200], e.why) from e
     fault = complaint(rest) if rest is not None and not _plain(schema) else ""
     if fault and "Unsatisfiable" not in fault:
         raise _of_compiler(fault, schema, where)

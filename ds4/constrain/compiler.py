@@ -178,6 +178,8 @@ def _complaint_of(content: Content, fault: str) -> RequestError:
 def _refused(field: str, fault: str) -> RequestError:
     lines = [line.strip() for line in fault.strip().split("\n") if line.strip()]
     lines[1:] = [line for line in lines[1:] if line.startswith("error: ")]  # the rest shows where in the grammar
+    if lines and lines[0].startswith("NoExtension"):  # what its first mask says of rules in a circle
+        lines = ['a rule that "start" needs has no end: every alternative of it leads back to itself']
     why = " ".join(lines)[:300] or "it cannot be compiled"
     return RequestError(f"{field}: {why}", field, "unsupported_grammar")
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds4.constrain.schema import MOST_CHARS, SchemaFault, checked, lone_surrogate, refusal
+from ds4.constrain.bounds import bounded
+from ds4.constrain.schema import MOST_CHARS, SchemaFault, lone_surrogate, refusal
 from ds4.errors import RequestError
 
 # Between tokens of JSON in an answer's text: enough to indent, and nothing that could go on for ever.
@@ -89,14 +90,14 @@ def read_grammar(value: object, field: str = "grammar") -> Content | None:
         except (ValueError, RecursionError):
             continue  # the compiler says better what is wrong with it
         try:
-            checked(schema)
+            bounded(schema)
         except SchemaFault as e:
             raise refusal(e, field) from e
     return Content(value, field)
 
 
 def json_rule(schema: Any, *, canonical: bool) -> str:
-    """A schema that went through `checked`, as the body of a Lark rule.
+    """A schema that went through `bounded`, as the body of a Lark rule.
 
     `canonical`: with the spaces of the prompt's own JSON (`, ` and `: `) and no others.
     """
@@ -111,7 +112,7 @@ def json_rule(schema: Any, *, canonical: bool) -> str:
 
 def _from_schema(schema: Mapping[str, Any], field: str) -> Content:
     try:
-        own = checked(schema)
+        own = bounded(schema)
     except SchemaFault as e:
         raise refusal(e, field) from e
     return Content("start: " + json_rule(own, canonical=False), field, schema, own)

@@ -96,7 +96,7 @@ class Answer:
     """The state of one answer. Not thread-safe."""
 
     def __init__(self, of: Compiled, open_row: Row) -> None:
-        """`open_row`: what reasoning may hold while content has to follow."""
+        """`open_row`: what reasoning may hold, as something has to follow it."""
         self._of, self._marks, self._open = of, of.marks, open_row
         self._matcher = None if of.grammar is None else of.grammar.matcher.deep_copy()
         self._parts = ""  # a letter a token: r reasoning, t its closing tag, c content, e the end of sentence
@@ -191,7 +191,7 @@ class Answer:
         if self._reasoning:
             if self._spent and marks.close is not None:
                 return marks.only(marks.close)
-            return None if matcher is None else self._open
+            return self._open
         if matcher is None:
             return None
         if self._ended or matcher.is_stopped():
@@ -209,7 +209,7 @@ class Answer:
         if self._reasoning:
             if self._spent and marks.close is not None:
                 return token == marks.close
-            return matcher is None or (token != marks.end and token not in marks.turns)
+            return token != marks.end and token not in marks.turns
         if matcher is None:
             return True
         if self._ended:

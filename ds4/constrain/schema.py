@@ -17,6 +17,7 @@ from ds4.errors import RequestError
 
 MOST_CHARS = 1 << 17  # of a schema or grammar as text
 MOST_DEPTH = 100  # nested objects and lists of a schema: the compiler's reader stops at 128
+MOST_PLACE = 80  # characters of a place in a complaint
 MOST_MULTIPLE = 100_000  # the compiler counts remainders, one by one
 
 # Formats that text is held to; others say nothing, as the specification has it.
@@ -40,6 +41,11 @@ _KEYWORDS = (
     "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "multipleOf", "$id", "$schema", "$anchor", "id",
 )  # fmt: skip
+_RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_GROWS = ("$ref", "allOf", "anyOf", "oneOf", "properties", "prefixItems", "items")
+_HELD_RANGE = (
+    "minimum and maximum are held between -2^63 and 2^63 (9.2e18), both left out; leave out one that is beyond"
+)
 # what a complaint that does not name its keyword is about
 _ABOUT = (
     ("oneOf constraints", "oneOf"), ("patternProperty", "patternProperties"), ("regex parse error", "pattern"),
@@ -52,7 +58,11 @@ class SchemaFault(Exception):
     """`keyword` at `where`, a JSON pointer, cannot be compiled: `why`."""
 
     def __init__(self, keyword: str, where: str, why: str) -> None:
-        super().__init__(f"{keyword!r} at {where}: {why}")
+        if len(where) > MOST_PLACE:  # its ends say where, and the reason is not to be looked for behind it
+            where = f"{where[: MOST_PLACE // 2]}...{where[-MOST_PLACE // 2 :]}"
+            super().__init__(f"{why}: {keyword!r} at {where}")
+        else:
+            super().__init__(f"{keyword!r} at {where}: {why}")
         self.keyword, self.where, self.why = keyword, where, why
 
 
@@ -117,14 +127,21 @@ def checked(schema: Any) -> Any:
             s.pop("format", None)  # type: ignore[attr-defined]
         s.pop("x-guidance", None)  # type: ignore[attr-defined]
         merged |= "allOf" in s or "$ref" in s
+        for keyword in ("minimum", "exclusiveMinimum"):  # the compiler would take the largest integer it knows
+            if _number(s.get(keyword)) and s[keyword] >= 2**63:
+                raise SchemaFault(keyword, at, _HELD_RANGE)
         multiple = s.get("multipleOf")
-        if isinstance(multiple, (int, float)) and not isinstance(multiple, bool) and multiple > 0:
+        if multiple is not None and _number(multiple) and multiple > 0:
             scales.append(_coefficient(multiple))
             if scales[-1] > MOST_MULTIPLE:
                 raise SchemaFault("multipleOf", at, f"its digits make more than {MOST_MULTIPLE}, without the point")
     if merged and math.lcm(*scales) > MOST_MULTIPLE:
         raise SchemaFault("multipleOf", "#", f"the least common multiple of all is above {MOST_MULTIPLE}")
     return copy
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _coefficient(value: float) -> int:
@@ -144,7 +161,7 @@ def _check_depth(value: Any) -> None:
             continue
         if depth > MOST_DEPTH:
             keyword = next((p for p in reversed(at.split("/")) if p in _KEYWORDS), "properties")
-            raise SchemaFault(keyword, at[:200], f"the schema is nested deeper than {MOST_DEPTH} levels")
+            raise SchemaFault(keyword, at, f"the schema is nested deeper than {MOST_DEPTH} levels")
         if isinstance(v, Mapping):
             stack += [(x, f"{at}/{_escaped(str(k))}", depth + 1) for k, x in v.items()]
         else:
@@ -171,6 +188,16 @@ def lone_surrogate(text: str) -> str | None:
 
 def fault_of(message: str, schema: Any) -> SchemaFault:
     """The compiler's complaint about `schema`, as a keyword, a place and words for the client."""
+    keyword: str | None
+    if "panic: " in message:  # more parts than the compiler has numbers for
+        keyword, at = next(((k, _place(schema, k)) for k in _GROWS if _has(schema, k)), ("schema", "#"))
+        return SchemaFault(keyword, at, "the grammar that the schema makes is too large to be compiled")
+    if "coerce_one_of" in message:
+        why = "its alternatives do not plainly exclude each other; use anyOf, or give each a type or const of its own"
+        return SchemaFault("oneOf", _place(schema, "oneOf"), why)
+    if re.search(r"Failed to generate regex for (integer|float) range", message):
+        bounds = ((k, _place(schema, k)) for k in _RANGE if _has(schema, k))
+        return SchemaFault(*(_beyond(schema) or next(bounds, ("type", "#"))), _HELD_RANGE)
     message = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", message)
     message = re.sub(r"(?m)^ *(\d+ \| .*|\^+ *)$", "", message)  # without the grammar's own lines
     first = message.strip().split("\n")[0][:300]
@@ -185,7 +212,6 @@ def fault_of(message: str, schema: Any) -> SchemaFault:
         return SchemaFault("$ref", _place(schema, "$ref"), why)  # into a meta-schema, which the compiler knows
     if "schema is false" in message:
         return SchemaFault("false", _place(schema, None), "no value is left that the schema allows")
-    keyword: str | None
     if first.startswith("Resource "):
         keyword = "$ref" if _has(schema, "$ref") else "$schema"
         return SchemaFault(keyword, _place(schema, keyword), "nothing outside of the schema itself is looked up")
@@ -201,6 +227,15 @@ def fault_of(message: str, schema: Any) -> SchemaFault:
     if "regex parse error" in message:
         first = message.strip().split("\n")[-1].removeprefix("error: ")[:300]
     return SchemaFault(keyword, _place(schema, keyword), first)
+
+
+def _beyond(schema: Any) -> tuple[str, str] | None:
+    """The first bound of a number that is too large to be held, and its place."""
+    for at, s in subschemas(schema):
+        for k in _RANGE:
+            if _number(s.get(k)) and abs(s[k]) >= 2**63:
+                return k, at
+    return None
 
 
 def _has(schema: Any, keyword: str) -> bool:

@@ -94,7 +94,11 @@ def test_a_budget_closes_the_block_in_time(tokenizer: Tokenizer, compiler: Compi
     assert made is not None
     close = tokenizer.special_id(END_THINK)
     answer = made.start()
-    assert allowed(answer, [7] * 8) == [None] * budget + [{close}] + [None] * (8 - budget)
+    forbidden = {tokenizer.special_id(EOS), *other_turns(tokenizer)}  # else the answer would end inside
+    free = set(range(32 * made.marks.words)) - forbidden
+    assert allowed(answer, [7] * 8)[: budget + 1] == [free] * budget + [{close}]
+    assert allowed(answer, [7] * 8)[budget + 1 :] == [None] * (8 - budget)
+    assert [answer.valid([token]) for token in forbidden] == [0] * len(forbidden)
     assert answer.valid([7] * 8) == budget and answer.valid([7] * budget + [close, 7]) == budget + 2
     for _ in range(budget):
         answer.advance(7)

@@ -20,6 +20,7 @@ _SAYS_NOTHING = (
     "$defs", "definitions", "$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default",
     "examples", "readOnly", "writeOnly", "deprecated", "x-guidance",
 )  # fmt: skip
+_TEXTS = ("pattern", "enum", "const", "format")
 _INSIDE = ("items", "additionalItems", "additionalProperties")
 
 
@@ -28,10 +29,12 @@ class _Node:
     """A schema as the compiler would have it: `size` counts it with all that is in it, as often as it is there.
 
     Attributes:
+        texts: patterns and literals that one string has to match at once, each counted in `size`, too.
         ref: a reference that stands alone.   inner: members and items.   options: alternatives, instead of these.
     """
 
     size: int = 1
+    texts: int = 0
     ref: str | None = None
     inner: Mapping[str, _Node] = field(default_factory=dict)
     options: tuple[_Node, ...] = ()
@@ -63,7 +66,8 @@ class _Growth:
         for k in ("prefixItems", "items"):
             for i, s in enumerate(said[k] if isinstance(said.get(k), list) else ()):
                 inner[f"items/{i}"] = self.node(s, f"{at}/{k}/{i}", depth + 1)
-        made = self._fits(_Node(1 + sum(n.size for n in inner.values()), inner=inner), at)
+        texts = sum(k in said for k in _TEXTS)
+        made = self._fits(_Node(1 + texts + sum(n.size for n in inner.values()), texts, inner=inner), at)
         others = without(said, ("$ref", "allOf", "anyOf", "oneOf"))
         parts = [made] if others else []
         if isinstance(said.get("$ref"), str):
@@ -98,7 +102,8 @@ class _Growth:
         inner = {**a.inner, **b.inner}
         for name in a.inner.keys() & b.inner.keys():
             inner[name] = self._merged(a.inner[name], b.inner[name], at, depth + 1)
-        return self._fits(_Node(1 + sum(n.size for n in inner.values()), inner=inner), at)
+        texts = a.texts + b.texts
+        return self._fits(_Node(1 + texts + sum(n.size for n in inner.values()), texts, inner=inner), at)
 
     def _followed(self, node: _Node, depth: int) -> _Node:
         """What stands where a reference, or a chain of them, leads; one in a circle the compiler refuses."""

@@ -63,6 +63,7 @@ def test_references_that_stand_alone_do_not_grow(tokenizer: Tokenizer, compiler:
         (levels(19, alternatives), "#/$defs/a13/anyOf/1"),
         (levels(39, objects), "#/$defs/a"),
         (both(39), "#"),
+        (levels(19, lambda ref, _: {"allOf": [ref, ref]}, {"type": "string", "pattern": "a+b"}), "#/$defs/a13"),
     ],
 )
 def test_what_would_be_written_out_is_refused(

@@ -65,6 +65,7 @@ def test_tokens_says_what_is_wrong(base: list[str]) -> None:
     assert ran.returncode == 1 and "do not fit a context" in ran.stderr
 
 
+@pytest.mark.long
 def test_drafts(base: list[str]) -> None:
     """oracle-a's draft head is right by chance only: what is the same is the tokens."""
     code, out, text = run("drafts.py", *base, "--prompt", "to be", "--tokens", "6", "--runs", "1", "--count", "6")

@@ -28,6 +28,7 @@ def drafting(base: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.mark.long
 def test_a_long_prompt_and_the_whole_block(
     drafting: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def serve(
     sessions: int = 1,
     prefixes: Prefixes | None = None,
     watch: Callable[[Worker], MemoryWatch | None] = lambda worker: None,
+    send_buffer: int | None = None,
 ) -> Iterator[Served]:
     """A server on a free port, until the block ends."""
     limits = limits or Limits()
@@ -230,6 +231,8 @@ def serve(
     app = make_app(worker, limits, api_key, connections, requests, admin_key, cors, reports, watch(worker))
     server = make_server(app, connections, limits, worker.interrupt)
     sock = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections have it too
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     served = Served(engine, worker, sock.getsockname()[1])

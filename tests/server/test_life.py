@@ -22,6 +22,7 @@ from tests.server.standin import Served, StandIn, StandInConfig, events, ids_of,
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**6}
 CONFIG = StandInConfig(2 * 10**6)
+SMALL = 1 << 16  # bytes that the system takes for a connection: the rest waits in the server
 
 
 class Gate:
@@ -138,7 +139,7 @@ def test_a_queue_of_none_still_runs_one() -> None:
 
 def test_a_reader_that_stalls_is_cut_off() -> None:
     engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
-    with serve(engine, limits=Limits(outbox_chars=10**9, stall_s=0.2)) as server:
+    with serve(engine, limits=Limits(outbox_chars=10**9, stall_s=0.2), send_buffer=SMALL) as server:
         sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
         until(lambda: server.worker.running == 1)
         until(lambda: server.worker.running == 0)  # by the write that waited too long
@@ -154,7 +155,7 @@ def test_a_reader_that_stalls_is_cut_off() -> None:
 def test_a_slow_reader_does_not_keep_the_device() -> None:
     """Its text waits up to the limit; then its request ends, and it is told so when it reads on."""
     engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
-    with serve(engine, limits=Limits(outbox_chars=20_000)) as server:
+    with serve(engine, limits=Limits(outbox_chars=20_000), send_buffer=SMALL) as server:
         sock = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
         until(lambda: server.worker.running == 1)
         until(lambda: server.worker.running == 0)
@@ -316,7 +317,7 @@ def test_what_outlasts_the_drain(caplog: pytest.LogCaptureFixture) -> None:
     """A body that never comes is answered, a reader that does not read is cut off; neither leaves a traceback."""
     engine = StandIn(ids_of("\u00e9" * 50), endless=True, config=CONFIG)
     limits = Limits(drain_s=0.1, close_s=0.1, outbox_chars=10**9)
-    with serve(engine, limits=limits) as server:
+    with serve(engine, limits=limits, send_buffer=SMALL) as server:
         stalled = server.raw(CHAT, {**BODY, "stream": True}, receive_buffer=4096)
         until(lambda: unread(server) > 50_000)  # a write waits
         half = socket.create_connection(("127.0.0.1", server.port), 30)

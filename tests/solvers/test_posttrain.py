@@ -127,6 +127,7 @@ def test_the_same_night_is_the_same_bytes_and_is_not_solved_twice(
         solve_night(engine, turns[:4], tmp_path / "a", {}, zchain=zchain, rule=rule)
 
 
+@pytest.mark.long
 def test_it_goes_on_from_what_is_under_it(engine: Engine, zchain: Path, turns: list[Turn], tmp_path: Path) -> None:
     """Layers of an earlier ③ are taken over bit by bit, its last one is where the solve begins."""
     under = tmp_path / "refit"

@@ -137,6 +137,7 @@ def test_rows_that_repeat() -> None:
     assert first_seen(text).astype(int).tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
 
 
+@pytest.mark.long
 def test_the_sidecar_under_it_matters(engine: Engine, fixture: Fixture, zchain: Path, tmp_path: Path) -> None:
     """What is mended on it is not what would be on the base; and an engine that serves with replay, and has ② and
     another ③ on, does as well."""
@@ -231,6 +232,7 @@ solve(engine_on(base, opened("fast", "greedy")), Fixture.open(fixture), zchain, 
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_gives_the_same_bytes(
     engine: Engine, fixture: Fixture, zchain: Path, solved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
-"""What makes a change of a folder last."""
+"""Files under their final names: written beside and renamed, so that nobody finds half of one."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -18,6 +19,28 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_beside(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """A small file, written beside its name, forced to the disk and renamed. Nothing is left beside it if that fails.
+
+    Args:
+        mode: of the new file, less the process's mask.
+
+    Raises:
+        OSError: as it comes.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def cache_fault(root: Path) -> str | None:

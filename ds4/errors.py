@@ -48,3 +48,13 @@ class RequestError(Ds4Error):
 
 class CapacityError(Ds4Error):
     """Not enough memory, disk, context or queue for what was asked."""
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls the type of `value`, for messages."""
+    if value is None:
+        return "null"
+    for kinds, name in ((bool, "a boolean"), ((int, float), "a number"), (str, "a string"), (list, "a list")):
+        if isinstance(value, kinds):
+            return name
+    return "an object"

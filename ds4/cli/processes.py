@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import select
 import signal
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds4.disk import write_beside
 from ds4.errors import CapacityError, Ds4Error
 
 PR_SET_PDEATHSIG = 1
@@ -156,18 +156,8 @@ def write_file(path: Path, text: str, mode: int = 0o600) -> None:
         CapacityError: the disk is full. Nothing is left behind.
         Ds4Error: the folder cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        write_beside(path, text.encode(), mode)
     except OSError as e:
         raise file_error(path, e) from e
 

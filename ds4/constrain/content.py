@@ -10,7 +10,7 @@ from typing import Any
 
 from ds4.constrain.bounds import bounded
 from ds4.constrain.schema import MOST_CHARS, SchemaFault, lone_surrogate, refusal
-from ds4.errors import RequestError
+from ds4.errors import RequestError, kind_of
 
 # Between tokens of JSON in an answer's text: enough to indent, and nothing that could go on for ever.
 SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
@@ -39,7 +39,7 @@ def read_format(value: object, field: str) -> Content | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{field} must be an object, is {_kind(value)}", field)
+        raise RequestError(f"{field} must be an object, is {kind_of(value)}", field)
     kind = value.get("type")
     if kind == "text":
         return None
@@ -53,16 +53,16 @@ def read_format(value: object, field: str) -> Content | None:
     if value.get("json_schema") is not None:
         inner, where = value["json_schema"], f"{field}.json_schema"
         if not isinstance(inner, Mapping):
-            raise RequestError(f"{where} must be an object, is {_kind(inner)}", where)
+            raise RequestError(f"{where} must be an object, is {kind_of(inner)}", where)
     schema = inner.get("schema")
     if not isinstance(schema, Mapping):
         where = f"{where}.schema"
         raise RequestError(
-            f"{where} is missing" if schema is None else f"{where} must be an object, is {_kind(schema)}", where
+            f"{where} is missing" if schema is None else f"{where} must be an object, is {kind_of(schema)}", where
         )
     for name, kinds, expected in (("strict", bool, "true or false"), ("name", str, "a string")):
         if inner.get(name) is not None and not isinstance(inner[name], kinds):
-            raise RequestError(f"{where}.{name} must be {expected}, is {_kind(inner[name])}", f"{where}.{name}")
+            raise RequestError(f"{where}.{name} must be {expected}, is {kind_of(inner[name])}", f"{where}.{name}")
     return _from_schema(schema, f"{where}.schema")
 
 
@@ -75,7 +75,7 @@ def read_grammar(value: object, field: str = "grammar") -> Content | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise RequestError(f"{field} must be a string, is {_kind(value)}", field)
+        raise RequestError(f"{field} must be a string, is {kind_of(value)}", field)
     if not value.strip():
         raise RequestError(f'{field} is empty; it needs at least a rule "start"', field)
     if len(value) > MOST_CHARS:
@@ -116,12 +116,3 @@ def _from_schema(schema: Mapping[str, Any], field: str) -> Content:
     except SchemaFault as e:
         raise refusal(e, field) from e
     return Content("start: " + json_rule(own, canonical=False), field, schema, own)
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    for kinds, name in ((bool, "a boolean"), ((int, float), "a number"), (str, "a string"), (list, "a list")):
-        if isinstance(value, kinds):
-            return name
-    return "an object"

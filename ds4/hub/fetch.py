@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds4.disk import write_beside
 from ds4.errors import CapacityError, FileFormatError, UsageError
 from ds4.hub.names import RECORD, Piece, Wanted
-from ds4.hub.part import FLUSH, Part, file_error, fits, write_beside
+from ds4.hub.part import FLUSH, Part, file_error, fits
 from ds4.hub.plan import TOOL_FILES, Ask, Lister, Plan, make_plan
 from ds4.model.tools import load_tool_text
 

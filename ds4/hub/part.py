@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ds4.disk import sync_folder
+from ds4.disk import sync_folder, write_beside
 from ds4.errors import CapacityError, Ds4Error, FileFormatError
 from ds4.hub.names import NOTE, PART, Hasher, Piece, Wanted
 
@@ -215,20 +214,6 @@ def _write(f: BinaryIO, block: bytes) -> None:
     view = memoryview(block)
     while view:  # an unbuffered write may take a part
         view = view[f.write(view) :]
-
-
-def write_beside(path: Path, data: bytes) -> None:
-    """Write beside, flush, rename; OSError as it comes, and nothing left behind."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("xb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def file_error(path: Path, e: OSError) -> Ds4Error:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ds4.constrain.schema import lone_surrogate
-from ds4.errors import RequestError
+from ds4.errors import RequestError, kind_of
 
 MOST_DEEP = 256  # levels of what is written again
 MOST_DIGITS = 300  # of a number that certainly has a float
@@ -82,16 +82,6 @@ def deep(value: object, most: int = MOST_DEEP) -> bool:
         if not level:
             return False
     return any(isinstance(x, (dict, list)) for x in level)
-
-
-def kind_of(value: object) -> str:
-    """What JSON calls the type of `value`."""
-    if value is None:
-        return "null"
-    for kinds, name in ((bool, "a boolean"), ((int, float), "a number"), (str, "a string"), (list, "a list")):
-        if isinstance(value, kinds):
-            return name
-    return "an object"
 
 
 @contextmanager

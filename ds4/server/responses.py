@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds4.engine.sampling import MOST_TOP
-from ds4.errors import RequestError
+from ds4.errors import RequestError, kind_of
 from ds4.server.chat_form import ChatForm
-from ds4.server.fields import MOST_DEEP, Fields, deep, kind_of, naming
+from ds4.server.fields import MOST_DEEP, Fields, deep, naming
 from ds4.server.request import Limits, ServedModel
 from ds4.server.responses_store import Item, ResponseStore
 from ds4.server.shape import read_shape, told_schema

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds4.errors import RequestError
+from ds4.errors import RequestError, kind_of
 from ds4.model.tokenizer import DSML, Tokenizer, segments_text
 from ds4.model.tools import declaration, render_tools
-from ds4.server.fields import Fields, kind_of, naming
+from ds4.server.fields import Fields, naming
 from ds4.server.request import Tools
 
 
